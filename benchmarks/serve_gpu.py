@@ -303,7 +303,7 @@ def main() -> None:
     if "engine" in stages:
         work.append(("engine", lambda: results.update(engine=measure_engine(args, left()))))
     if "http" in stages:
-        command = [sys.executable, "-m", "fledge.serving", *serve_words(args), *args.server_flags.split()]
+        command = [sys.executable, "-m", "fledge", "serve", *serve_words(args), *args.server_flags.split()]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         work.append(("http", lambda: measure("fledge", command, {"PYTHONPATH": path}, few=False)))
     if "vllm" in stages:

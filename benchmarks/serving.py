@@ -155,7 +155,7 @@ def start(options: argparse.Namespace, folder: Path, servers: list[Server]) -> l
     versions += [("Fledge before", {"PYTHONPATH": str(options.before.resolve())})] if options.before else []
     for dtype, (version, environment) in product(options.dtypes, versions):
         # The default takes a GGUF file as it is; other types are made from the folder.
-        words = [sys.executable, "-m", "fledge.serving", options.model if dtype == "auto" else str(model)]
+        words = [sys.executable, "-m", "fledge", "serve", options.model if dtype == "auto" else str(model)]
         words += ["--served-model-name", options.model, "--dtype", dtype, *longest]
         words += ["--speculative-config", json.dumps(speculative), "--uvicorn-log-level", "warning"]
         server = launch([*words, "--disable-uvicorn-access-log", "--no-enable-prefix-caching"], environment)

@@ -59,7 +59,10 @@ def run_baseline(
     """
     check_baselines([name])
     python = python or sys.executable
-    environment = os.environ | ({"PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"} if path else {})
+    # Safe path: the script's folder has a `datasets` and a `kernels`, which must not be taken for the packages of that name.
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}
+    if path:
+        environment |= {"PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
     missing = _missing(python, name, environment)
     if missing:
         return {"baseline": name, "skipped": missing}

@@ -21,7 +21,7 @@ from fledge import progress
 from fledge.bench.conform_client import Answer, Broken, Endpoint, Refused
 from fledge.bench.conform_scenarios import Body, NotSupported, Probe, Scenario, logprob_fields, scenarios
 from fledge.bench.conform_values import Failed, common_length
-from fledge.bench.load import Acceptance
+from fledge.bench.load import Acceptance, read_acceptance
 from fledge.bench.provenance import command_line
 from fledge.errors import UserError, printable
 
@@ -136,8 +136,8 @@ class Conformance:
         self.rows: list[Row] = []
 
     async def run(self, on_progress: progress.Report = progress.silent) -> list[Row]:
-        counted = await self.endpoint.acceptance()
-        counted_reference = await self.reference.acceptance() if self.reference else None
+        counted = await read_acceptance(self.endpoint.client)
+        counted_reference = await read_acceptance(self.reference.client) if self.reference else None
         wanted = scenarios()
         for number, scenario in enumerate(wanted):
             on_progress(scenario.name, number, len(wanted) + 1)
@@ -249,7 +249,7 @@ class Conformance:
 
     async def speculation(self, before: Acceptance | None, reference_before: Acceptance | None) -> Row:
         """Whether anything was drafted at all: without it the other rows say nothing about speculation."""
-        after = await self.endpoint.acceptance()
+        after = await read_acceptance(self.endpoint.client)
         if before is None or after is None:
             return Row(SPECULATION, "at work", NOT_SUPPORTED, "the server's /metrics do not count drafts")
         seen = after.since(before)
@@ -257,7 +257,7 @@ class Conformance:
             return Row(SPECULATION, "at work", NOT_SUPPORTED, "no draft was made: these rows do not test speculation")
         reason = f"{seen.drafts:.0f} drafts, acceptance length {seen.length:.2f}"
         if self.reference is not None and self.reference.client is not self.endpoint.client:
-            reference_after = await self.reference.acceptance()
+            reference_after = await read_acceptance(self.reference.client)
             drafts = reference_after.since(reference_before).drafts if reference_before and reference_after else 0
             if drafts:
                 reason = f"the server to compare with speculates too ({drafts:.0f} drafts)"

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 
-from fledge.bench.load import Acceptance
 from fledge.bench.load_client import authorization, server_url
 from fledge.errors import UserError
 
@@ -129,15 +128,6 @@ class Endpoint:
             return str(response.json()["version"]) if response.status_code == 200 else ""
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return ""
-
-    async def acceptance(self) -> Acceptance | None:
-        """From /metrics; None where the server does not count drafts."""
-        try:
-            response = await self.client.get("/metrics")
-        except httpx.HTTPError:
-            return None
-        counts = response.status_code == 200 and "spec_decode_num_drafts" in response.text
-        return Acceptance.parse(response.text) if counts else None
 
     async def token_ids(self, text: str) -> list[int]:
         """By /tokenize, which vLLM and Fledge have."""

@@ -71,11 +71,11 @@ def seeded(bodies: list[Body]) -> list[Body]:
     return [body | {"temperature": 1.0, "seed": SEED + number} for number, body in enumerate(bodies)]
 
 
+@dataclass(eq=False)
 class Scenario:
     """Requests of one kind. Every answer is also compared streamed, repeated, under load, and without speculation."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     async def requests(self, probe: Probe) -> list[Body]:
         raise AssertionError("every scenario has requests of its own")
@@ -84,10 +84,10 @@ class Scenario:
         """Raises `Failed` when the answer is not valid by itself."""
 
 
+@dataclass(eq=False)
 class Plain(Scenario):
-    def __init__(self, name: str, route: str, sampled: bool = False) -> None:
-        super().__init__(name)
-        self.route, self.sampled = route, sampled
+    route: str
+    sampled: bool = False
 
     async def requests(self, probe: Probe) -> list[Body]:
         bodies = probe.chats() if self.route == "chat" else probe.texts()
@@ -107,10 +107,9 @@ class Plain(Scenario):
                 raise Failed("four seeds gave one text: the seed or the temperature is ignored")
 
 
+@dataclass(eq=False)
 class Schema(Scenario):
-    def __init__(self, name: str, sampled: bool = False) -> None:
-        super().__init__(name)
-        self.sampled = sampled
+    sampled: bool = False
 
     async def requests(self, probe: Probe) -> list[Body]:
         form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA, "strict": True}}
@@ -125,12 +124,11 @@ class Schema(Scenario):
             raise Failed(f"the answer is JSON but not by the schema: {problem}")
 
 
+@dataclass(eq=False)
 class Constrained(Scenario):
     """A regular expression or a choice, under whichever of the usual field names the server obeys."""
 
-    def __init__(self, name: str, kind: str) -> None:
-        super().__init__(name)
-        self.kind = kind
+    kind: str
 
     def obeyed(self, text: str) -> bool:
         return bool(re.fullmatch(REGEX, text)) if self.kind == "regex" else text in COLOURS
@@ -157,10 +155,9 @@ class Constrained(Scenario):
             raise Failed(f"the answer {answer.first.text[:80]!r} does not obey the {self.kind}")
 
 
+@dataclass(eq=False)
 class Tools(Scenario):
-    def __init__(self, name: str, choice: str) -> None:
-        super().__init__(name)
-        self.choice = choice
+    choice: str
 
     async def requests(self, probe: Probe) -> list[Body]:
         named = {"type": "function", "function": {"name": "get_weather"}}
@@ -195,12 +192,11 @@ class Tools(Scenario):
             raise Failed(f"finish_reason is {choice.finish_reason!r} on a tool call, not {wanted[0]!r}")
 
 
+@dataclass(eq=False)
 class StopString(Scenario):
     """Stops in the middle of a known answer: exactly the text before the first occurrence must come."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.expected: dict[str, str] = {}
+    expected: dict[str, str] = field(default_factory=dict)
 
     async def requests(self, probe: Probe) -> list[Body]:
         bodies = []
@@ -251,10 +247,9 @@ class StopIds(Scenario):
             raise Failed(f"finish_reason is {answer.first.finish_reason!r}, not 'stop'")
 
 
+@dataclass(eq=False)
 class Logprobs(Scenario):
-    def __init__(self, name: str, route: str) -> None:
-        super().__init__(name)
-        self.route = route
+    route: str
 
     async def requests(self, probe: Probe) -> list[Body]:
         body = (probe.chats() if self.route == "chat" else probe.texts())[0]
@@ -284,10 +279,10 @@ class Logprobs(Scenario):
             raise Failed(f"asking for logprobs changes the text; {first_difference(answer.first.text, plain.first.text)}")
 
 
+@dataclass(eq=False)
 class Several(Scenario):
-    def __init__(self, name: str, n: int, sampled: bool) -> None:
-        super().__init__(name)
-        self.n, self.sampled = n, sampled
+    n: int
+    sampled: bool
 
     async def requests(self, probe: Probe) -> list[Body]:
         body = probe.chats()[0]

@@ -14,6 +14,8 @@ from typing import Any
 from fledge.errors import UserError, first_line
 from fledge.sources import HUB_ID
 
+# Prompts written for this project, over the eleven categories of SPEED-Bench.
+BUILT_IN = Path(__file__).with_name("builtin.jsonl")
 # What SPEED-Bench ships in place of prompts that its user must fetch from their sources.
 PLACEHOLDER = "SHOULD BE FETCHED FROM THE SOURCE"
 
@@ -30,15 +32,10 @@ def load_items(data: str, *, limit: int = 0, categories: Iterable[str] = ()) -> 
 
     `limit`: at most this many of each category, spread over the file; 0: all.
     """
-    if data == "builtin":
-        from fledge.bench.builtin import BUILT_IN
-
-        items = list(BUILT_IN)
-    else:
-        files = _files(data)
-        items = [item for file in files for item in _read(file)]
-        if not items:
-            raise UserError(f"{data}: no conversations in it")
+    files = [BUILT_IN] if data == "builtin" else _files(data)
+    items = [item for file in files for item in _read(file)]
+    if not items:
+        raise UserError(f"{data}: no conversations in it")
     if wanted := set(categories):
         if unknown := wanted - {item.category for item in items}:
             known = ", ".join(sorted({item.category for item in items}))
@@ -92,14 +89,17 @@ def _read(file: Path) -> list[Item]:
 
 
 def _jsonl(file: Path) -> Iterable[tuple[int, Any]]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file}, line {number}: not JSON ({error.msg})") from None
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file}: cannot be read ({error})") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise UserError(f"{file}, line {number}: not JSON ({getattr(error, 'msg', 'nested too deeply')})") from None
 
 
 def _parquet(file: Path) -> Iterable[tuple[int, Any]]:
@@ -115,10 +115,10 @@ def _parquet(file: Path) -> Iterable[tuple[int, Any]]:
 
 def _item(row: Any, file: Path, number: int) -> Item:
     where = f"{file}, {'row' if file.suffix == '.parquet' else 'line'} {number}"
-    if not isinstance(row, Mapping) or not row.get("turns"):
+    if not isinstance(row, Mapping) or not isinstance(row.get("turns"), str | list) or not row["turns"]:
         raise UserError(f'{where}: expected {{"id", "category", "turns": [text, …]}} with at least one turn')
     turns = row["turns"]
-    turns = [turns] if isinstance(turns, str) else list(turns)
+    turns = [turns] if isinstance(turns, str) else turns
     contents = [turn.get("content") if isinstance(turn, Mapping) else turn for turn in turns]
     texts = [text for text in contents if isinstance(text, str) and text.strip()]
     if len(texts) < len(contents):

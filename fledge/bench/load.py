@@ -170,14 +170,15 @@ async def run_level(
     headers = authorization(settings.api_key)
     async with httpx.AsyncClient(base_url=settings.url, headers=headers, timeout=settings.timeout) as client:
         settings = replace(settings, model=settings.model or await _first_model(client))
-        before = await _acceptance(client)
+        before = await read_acceptance(client) or Acceptance()
         num_processes = min(settings.processes or default_processes(concurrency), concurrency)
         if num_processes == 1:
             outcome = await run_users(settings, conversations, concurrency, on_done)
         else:
             outcome = await asyncio.to_thread(_run_processes, settings, conversations, concurrency, num_processes)
             on_done(len(outcome.samples))
-        acceptance = (await _acceptance(client)).since(before)
+        after = await read_acceptance(client)
+    acceptance = after.since(before) if after is not None else Acceptance()
     return LoadReport(concurrency, outcome.end - outcome.begin, outcome.samples, acceptance)
 
 
@@ -226,10 +227,11 @@ async def _first_model(client: httpx.AsyncClient) -> str:
         raise UserError(f"{client.base_url} is not an OpenAI-compatible server, or is not running ({reason})") from None
 
 
-async def _acceptance(client: httpx.AsyncClient) -> Acceptance:
-    """From /metrics; nothing if the server has none."""
+async def read_acceptance(client: httpx.AsyncClient) -> Acceptance | None:
+    """From /metrics; None where the server does not count drafts."""
     try:
         response = await client.get("/metrics")
     except httpx.HTTPError:
-        return Acceptance()
-    return Acceptance.parse(response.text) if response.status_code == 200 else Acceptance()
+        return None
+    counts = response.status_code == 200 and "spec_decode_num_drafts" in response.text
+    return Acceptance.parse(response.text) if counts else None

@@ -46,7 +46,8 @@ class LoadSettings:
     processes: int = 1  # of the client
 
     def __post_init__(self) -> None:
-        if "@" in urlsplit(server_url(self.url)).netloc:
+        object.__setattr__(self, "url", server_url(self.url))
+        if "@" in urlsplit(self.url).netloc:
             raise UserError("give the server's key with --api-key, not in the URL")
         authorization(self.api_key)
 
@@ -203,13 +204,6 @@ class Stream(NamedTuple):
     begin: float
     arrivals: list[Arrival]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(len(data) for _, data in self.arrivals)
-
-    def sample(self) -> Sample:
-        return read_stream(self.begin, self.arrivals)
-
 
 class User:
     """Sends one request after the other, over one connection as long as it lasts."""
@@ -276,12 +270,13 @@ def read_stream(begin: float, arrivals: Sequence[Arrival]) -> Sample:
         before = characters
         *lines, rest = (rest + data).split(b"\n")
         for line in map(bytes.strip, lines):
-            if line == b"data: [DONE]":
+            field, _, value = line.partition(b":")  # with or without a space after the colon
+            if field == b"data" and value.strip() == b"[DONE]":
                 is_done = True
-            if is_done or not line.startswith(b"data: "):
+            if is_done or field != b"data":
                 continue
             try:
-                chunk = msgspec.json.decode(line[6:])
+                chunk = msgspec.json.decode(value)
                 if chunk.get("error") is not None:
                     sample.error = str(chunk["error"])[:200]
                     return sample
@@ -291,7 +286,7 @@ def read_stream(begin: float, arrivals: Sequence[Arrival]) -> Sample:
                     has_usage = True
                 characters += num_characters(chunk)
             except (msgspec.DecodeError, TypeError, AttributeError, ValueError, RecursionError) as error:
-                sample.error = f"an event that has not the API's shape: {str(error)[:100]} in {line[6:86]!r}"
+                sample.error = f"an event that has not the API's shape: {str(error)[:100]} in {value[:80]!r}"
                 return sample
         if characters == before:
             continue
@@ -302,7 +297,7 @@ def read_stream(begin: float, arrivals: Sequence[Arrival]) -> Sample:
         last = now
     sample.seconds = last - begin  # to the last arrival of text: closing the stream is not decoding
     sample.first_arrival_share = first_characters / characters if characters else 0.0
-    if not is_done and rest.strip() != b"data: [DONE]":
+    if not is_done and rest.replace(b" ", b"").strip() != b"data:[DONE]":
         sample.error = "the stream ended without [DONE]"
     elif not has_usage:
         sample.error = "the stream has no usage, by which tokens are counted, though stream_options asked for it"
@@ -354,11 +349,11 @@ async def run_users(
                 await asyncio.sleep(max(0.0, next_start - time.perf_counter()))
             answer = await user.ask(conversation)
             if isinstance(answer, Stream):
-                room -= answer.num_bytes
+                room -= sum(len(data) for _, data in answer.arrivals)
                 if room > 0:
                     kept.append(answer)
                 else:
-                    samples.append(answer.sample())
+                    samples.append(read_stream(*answer))
             else:
                 samples.append(answer)
             num_done += 1
@@ -368,7 +363,7 @@ async def run_users(
     end = time.perf_counter()
     for user in users:
         user.close()
-    return Outcome(samples + [stream.sample() for stream in kept], begin, end)
+    return Outcome(samples + [read_stream(*stream) for stream in kept], begin, end)
 
 
 def main() -> None:
@@ -377,7 +372,8 @@ def main() -> None:
 
     def wait() -> None:
         print("ready", flush=True)
-        sys.stdin.buffer.readline()
+        if not sys.stdin.buffer.readline():
+            sys.exit(1)  # another process failed, and there will be no run
 
     outcome = run(run_users(settings, conversations, num_users, wait=wait))
     # With PYTHONUNBUFFERED `sys.stdout.buffer` is not buffered, and writes no more than a pipe holds: 64 KiB.

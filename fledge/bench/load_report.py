@@ -174,12 +174,10 @@ def _median_and_tail(figures: dict[str, float]) -> str:
 
 def plot(runs: Runs, path: Path) -> None:
     """Total throughput against what one user sees, a point a level: up and to the right is better."""
-    import matplotlib
+    from fledge.bench.report import pyplot
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 4), layout="constrained")
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
     for name, reports in runs:
         users = [report.per_user_tokens_per_second for report in reports]
         totals = [report.tokens_per_second for report in reports]
@@ -192,4 +190,4 @@ def plot(runs: Runs, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     write_atomically(path, lambda file: figure.savefig(file, dpi=150, format="png"))
-    pyplot.close(figure)
+    plt.close(figure)

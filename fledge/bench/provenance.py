@@ -18,6 +18,7 @@ from fledge.files import write_json
 __all__ = ["command_line", "provenance", "write_json"]  # what every benchmark writes
 
 
+ROOT = Path(__file__).resolve().parents[2]
 USER_INFO = re.compile(r"(\w+://)[^/@\s]*@")  # the name and password of a URL
 
 
@@ -58,12 +59,14 @@ def provenance(prompts: Iterable[object] = ()) -> dict[str, object]:
 
 
 def _commit() -> str | None:
-    """With `+` when the tree has changes that are not committed."""
-    folder = Path(__file__).resolve().parents[2]
+    """With `+` when the tree has changes that are not committed. None for an installed package: what is around it is another
+    project's repository."""
+    if not (ROOT / ".git").exists():
+        return None
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"],
-            cwd=folder, capture_output=True, text=True, timeout=10, check=True,
+            cwd=ROOT, capture_output=True, text=True, timeout=10, check=True,
         )  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None

@@ -111,7 +111,7 @@ def write(figures: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _plot_speed(figures: dict[str, Any], path: Path) -> Path:
-    plt = _pyplot()
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.6))
     at_once = [result["concurrency"] for result in figures["results"]]
     for axis, key in ((left, "tokens_per_second_per_user"), (right, "tokens_per_second")):
@@ -130,7 +130,7 @@ def _plot_speed(figures: dict[str, Any], path: Path) -> Path:
 
 
 def _plot_acceptance(figures: dict[str, Any], path: Path) -> Path:
-    plt = _pyplot()
+    plt = pyplot()
     cases = figures["results"][0]["speculative"]
     categories = list(cases[0]["acceptance"]["by_category"])
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, max(3.6, 0.3 * len(categories) * max(1, len(cases) / 2))))
@@ -153,7 +153,7 @@ def _plot_acceptance(figures: dict[str, Any], path: Path) -> Path:
     return _save(figure, path)
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -165,5 +165,5 @@ def _pyplot() -> Any:
 def _save(figure: Any, path: Path) -> Path:
     figure.tight_layout()
     write_atomically(path, lambda file: figure.savefig(file, dpi=110, format="png"))
-    _pyplot().close(figure)
+    pyplot().close(figure)
     return path

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fledge.bench.datasets import Item
+from fledge.bench.identity import first_difference
 from fledge.engine.engine import Engine
 from fledge.engine.request import Request
 from fledge.errors import UserError
@@ -246,8 +247,5 @@ def identical(plain: Run, other: Run) -> dict[str, Any]:
     first = None
     if different:
         a, b = different[0]
-        at = next(
-            (i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y), min(len(a.tokens), len(b.tokens))
-        )
-        first = {"item": a.item, "turn": a.number, "token": at}
+        first = {"item": a.item, "turn": a.number, "token": first_difference(a.tokens, b.tokens)}
     return {"same": len(pairs) - len(different), "of": len(pairs), "first_difference": first}

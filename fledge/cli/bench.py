@@ -15,7 +15,7 @@ def bench(
     drafter: Annotated[list[str] | None, typer.Option("--drafter", "-d", help="Drafters to measure. Default: auto.")] = None,
     data: Annotated[str, typer.Option(help="'builtin', a JSONL file or a folder of them, or a hub id.")] = "builtin",
     category: Annotated[list[str] | None, typer.Option(help="Only these categories.")] = None,
-    limit: Annotated[int, typer.Option(help="Conversations per category; 0: all.")] = 0,
+    limit: Annotated[int, typer.Option(min=0, help="Conversations per category; 0: all.")] = 0,
     concurrency: Annotated[str, typer.Option(help="Concurrent conversations: a list such as 1,4,16.")] = "1",
     depth: Annotated[str, typer.Option(help="Speculation depths: a list such as 3,5, or auto.")] = "5",
     adaptive: Annotated[
@@ -28,7 +28,7 @@ def bench(
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
-    repeats: Annotated[int, typer.Option(help="Repetitions; the fastest run of each case counts.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the fastest run of each case counts.")] = 1,
     raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, without the chat template.")] = False,
     baseline: Annotated[
         str, typer.Option(help="Other engines to run: transformers, vllm, llama_cpp, or several with commas.")
@@ -72,8 +72,8 @@ def bench(
         else:
             Console().print(kernel_table(found))
         return
-    at_once = _numbers(concurrency, "--concurrency")
-    depths = [text if text == "auto" else _numbers(text, "--depth")[0] for text in depth.split(",")]
+    at_once = options.numbers(concurrency, "--concurrency")
+    depths = [text if text == "auto" else options.numbers(text, "--depth")[0] for text in depth.split(",")]
     names = [name.strip() for name in baseline.split(",") if name.strip()]
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     check_baselines(names, greedy=params.greedy, assistant=assistant)
@@ -128,15 +128,3 @@ def bench(
         console.print(f"[yellow]{literal(line)}[/]", highlight=False)
     for file in files:
         print(file)
-
-
-def _numbers(text: str, option: str) -> list[int]:
-    from fledge.errors import UserError
-
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or min(numbers) < 1:
-        raise UserError(f"{option} takes positive numbers separated by commas, such as 1,4; not {text!r}")
-    return numbers

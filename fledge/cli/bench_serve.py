@@ -15,12 +15,14 @@ def bench_serve(
     data: Annotated[str, typer.Option(help="Prompts: a JSONL file, a text file with one a line, or 'builtin'.")],
     concurrency: Annotated[str, typer.Option(help="Concurrent requests: levels, run one after the other.")] = "1,4,16",
     request_rate: Annotated[float | None, typer.Option(help="Requests per second, at random times (Poisson).")] = None,
-    num_prompts: Annotated[int, typer.Option(help="Prompts per level; 0: all.")] = 0,
+    num_prompts: Annotated[int, typer.Option(min=0, help="Prompts per level; 0: all.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers of full length, if the server can.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Also measure without speculation, on a Fledge server.")] = False,
-    processes: Annotated[int, typer.Option(help="Client processes; 0: one per 16 users, at most half of the cores.")] = 0,
+    processes: Annotated[
+        int, typer.Option(min=0, help="Client processes; 0: one per 16 users, at most half of the cores.")
+    ] = 0,
     model: Annotated[str | None, typer.Option(help="Name to ask for; the server's first by default.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write all figures to this JSON file.")] = None,
@@ -36,20 +38,13 @@ def bench_serve(
     from fledge.bench.provenance import provenance, write_json
     from fledge.errors import UserError, literal
 
-    try:
-        levels = [int(level) for level in concurrency.split(",")]
-    except ValueError:
-        levels = []
-    if not levels or min(levels) < 1:
-        raise UserError(f"--concurrency takes positive numbers separated by commas, such as 1,4,16; not {concurrency!r}")
-    if processes < 0:
-        raise UserError("--processes must not be negative")
+    levels = options.numbers(concurrency, "--concurrency")
     if request_rate is not None and request_rate <= 0:
         raise UserError("--request-rate must be positive")
     conversations = read_conversations(data)
     conversations = conversations[:num_prompts] if num_prompts else conversations
     settings = LoadSettings(
-        url.rstrip("/").removesuffix("/v1"),
+        url,
         model=model,
         api_key=api_key,
         max_tokens=max_tokens,

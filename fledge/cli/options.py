@@ -78,6 +78,19 @@ def _finite(content: Any) -> Any:
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
+def numbers(text: str, option: str) -> list[int]:
+    """Of a list such as 1,4; at least one, all positive."""
+    from fledge.errors import UserError
+
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise UserError(f"{option} takes positive numbers separated by commas, such as 1,4,16; not {text!r}")
+    return found
+
+
 def load(
     model: str,
     drafter: str,

@@ -1,4 +1,4 @@
-"""Pieces of answers that several routes share: usage, speculation figures, log-probabilities."""
+"""Pieces of answers that several routes share: usage, speculation figures, log-probabilities, the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from fledge.engine.request import TokenLogprob
 from fledge.serving.generation import Answer, Progress
+from fledge.serving.protocol import SamplingFields, StreamOptions
+from fledge.serving.streaming import event
 from fledge.speculation.stats import AcceptanceStats
 from fledge.tokenizer import Tokenizer
 
@@ -117,3 +119,28 @@ class CompletionLogprobs:
             ],
             "text_offset": offsets,
         }
+
+
+class ChunkStream:
+    """The events of a streamed chat or completion: chunks of a choice each, then the usage if it is asked for."""
+
+    def __init__(self, payload: SamplingFields, envelope: dict[str, Any], num_prompt_tokens: int) -> None:
+        self.payload, self.envelope, self.num_prompt_tokens = payload, envelope, num_prompt_tokens
+        self.options = payload.stream_options or StreamOptions()
+        self.answers: dict[int, Answer] = {}  # those that usage counts
+        # Whether chunks hold nothing but text. A route may add to it.
+        self.has_plain_text = not (payload.include_speculation or self.options.continuous_usage_stats)
+
+    def end(self) -> bytes:
+        if not (self.payload.include_speculation or self.options.include_usage):
+            return b""
+        figures = usage(self.num_prompt_tokens, self.answers.values(), self.payload.include_speculation)
+        return event(self.envelope | {"choices": [], "usage": figures})
+
+    def chunk(self, choice: dict[str, Any]) -> bytes:
+        data = self.envelope | {"choices": [choice]}
+        if self.options.continuous_usage_stats:
+            data["usage"] = usage(self.num_prompt_tokens, self.answers.values())
+        elif self.options.include_usage:
+            data["usage"] = None
+        return event(data)

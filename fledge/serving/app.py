@@ -16,8 +16,7 @@ from fastapi.routing import APIRoute
 import fledge
 from fledge.serving import chat, completions, errors, page_files, prompts, responses
 from fledge.serving.errors import ApiError
-from fledge.serving.json_checks import check_json
-from fledge.serving.limits import Limits
+from fledge.serving.limits import Limits, check_json
 from fledge.serving.metrics import Metrics
 from fledge.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
 from fledge.serving.request_guard import RequestGuard, caller_of
@@ -49,7 +48,7 @@ def create_app(service: Service) -> FastAPI:
         watching = asyncio.create_task(service.engine.watch_event_loop())
         yield
         watching.cancel()
-        service.close()
+        service.engine.cancel_waiting()
         await service.engine.stop()
 
     app = App(title="Fledge", version=fledge.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -105,16 +104,7 @@ def create_app(service: Service) -> FastAPI:
         def work(tokenizer: Tokenizer) -> tuple[list[int], list[str | None] | None]:
             text, special = payload.prompt, payload.add_special_tokens
             if text is None:
-                assert payload.messages is not None, "the protocol asks for one of the two"
-                text = prompts.render(
-                    service,
-                    tokenizer,
-                    payload.messages,
-                    payload.tools,
-                    payload.add_generation_prompt,
-                    payload.continue_final_message,
-                    payload.chat_template_kwargs,
-                )
+                text = prompts.render(service, tokenizer, payload, payload.tools)
             longest = service.limits.max_tokenize_bytes
             if len(text) > longest or len(text.encode()) > longest:
                 raise ApiError(f"the text is longer than {longest} bytes; send less (--max-tokenize-bytes)", param="prompt")
@@ -162,7 +152,7 @@ def create_app(service: Service) -> FastAPI:
 
     @app.get("/learning", response_class=Response, responses={404: {"description": "The server does not learn."}})
     async def learning() -> Response:
-        history = await service.engine.learning_history() if service.engine.state == "ready" else b""
+        history = await service.engine.figures(of_learning=True) if service.engine.state == "ready" else b""
         if not history:
             raise ApiError("this server does not learn; start it with --learn", 404)
         return Response(history, media_type="application/json")

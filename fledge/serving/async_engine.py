@@ -237,15 +237,10 @@ class AsyncEngine:
     def release(self, grammar: int) -> None:
         self._send(Forget(grammar))
 
-    async def figures(self) -> bytes:
-        """For /metrics."""
+    async def figures(self, of_learning: bool = False) -> bytes:
+        """For /metrics, or for /learning; empty: the server does not learn."""
         number = next(self._numbers)
-        return await self._answer(AskFigures(number), number)
-
-    async def learning_history(self) -> bytes:
-        """For /learning; empty: the server does not learn."""
-        number = next(self._numbers)
-        return await self._answer(AskFigures(number, of_learning=True), number)
+        return await self._answer(AskFigures(number, of_learning), number)
 
     async def _answer(self, message: object, number: int) -> Any:
         self._waiting[number] = self.event_loop.create_future()

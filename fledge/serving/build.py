@@ -40,8 +40,6 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
     if flags.checkpoint_quantization not in (None, method):
         is_so = f"quantised by {method}" if method else "not quantised"
         raise UserError(f"--quantization {flags.checkpoint_quantization}: {flags.model} is {is_so}; leave it out")
-    if flags.gpu_memory_utilization is not None:
-        config = replace(config, gpu_memory_utilization=flags.gpu_memory_utilization)
     speculative = flags.speculative_config
     if flags.learn is not None:
         from fledge.learning.setup import build_learning_engine  # brings all of training, which others need not wait for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,15 +12,15 @@ from fastapi import Request
 
 from fledge.engine.request import TokenLogprob
 from fledge.serving import prompts
-from fledge.serving.answers import chat_logprobs, num_last_tokens, spans, usage, visible_logprobs
+from fledge.serving.answers import ChunkStream, chat_logprobs, num_last_tokens, spans, usage, visible_logprobs
 from fledge.serving.errors import ApiError
-from fledge.serving.generation import Answer, CallOptions, Generation, Progress, Work
+from fledge.serving.generation import CallOptions, Generation, Progress, Work
 from fledge.serving.message import MessageParser
 from fledge.serving.protocol import ChatRequest, NamedTool
 from fledge.serving.reasoning import REASONING_PARSERS, ReasoningParser
 from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, TextEvents, begin, event, unless_gone
+from fledge.serving.streaming import EventStream, TextEvents, begin, unless_gone
 from fledge.serving.tool_parsers import TOOL_PARSERS, ToolParser
 from fledge.serving.tool_parsers.forced import NamedParser, RequiredParser, required_schema
 from fledge.tokenizer import Tokenizer
@@ -86,54 +86,36 @@ async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> C
     tools = None if payload.tool_choice == "none" else payload.tools
     new_tool_parser, forced_schema = _tool_parser(service, payload)
     length = prompts.length(payload.messages, tools, payload.chat_template_kwargs)
-    text, prompt = await service.tokenize(lambda tokenizer: _prompt(service, tokenizer, payload, tools), length, caller)
+
+    def tokenized(tokenizer: Tokenizer) -> tuple[str, list[int]]:
+        text = prompts.render(service, tokenizer, payload, tools)
+        return text, service.encode(tokenizer, text, payload.add_special_tokens)
+
+    text, prompt = await service.tokenize(tokenized, length, caller)
     max_tokens = service.max_tokens(prompt, payload.max_completion_tokens or payload.max_tokens)
     reasoning = REASONING_PARSERS.get(service.flags.reasoning_parser or "")
     special = new_tool_parser is not None and new_tool_parser().needs_special_tokens
     special = special or (reasoning is not None and reasoning.needs_special_tokens)
     logprobs = (payload.top_logprobs or 0) if payload.logprobs else None
     shared = service.sampling_params(payload, max_tokens, logprobs, special)
+    works = [Work(prompt, shared, service.answer_seed(payload.seed, choice)) for choice in range(payload.n)]
 
     def new_reasoning() -> ReasoningParser | None:
         return reasoning(text) if reasoning is not None else None
 
-    works = [Work(prompt, shared, service.answer_seed(payload.seed, choice)) for choice in range(payload.n)]
-    grammar, begin_mark = service.grammar_of(payload, forced_schema), None
-    if grammar is not None:
-        service.check_grammar(*grammar, shared)
-        begin_mark = await service.tokenize(lambda tokenizer: _end_of_thought(tokenizer, new_reasoning()))
-    number = await service.engine.compile(*grammar, caller) if grammar is not None else None
-    options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, number, begin_mark)
-
-    return ChatCall(
-        service,
-        payload,
-        model,
-        prompt,
-        works,
-        options,
-        lambda: MessageParser(
+    def new_parser() -> MessageParser:
+        return MessageParser(
             new_reasoning(),
             new_tool_parser() if new_tool_parser is not None else None,
             parallel=payload.parallel_tool_calls is not False,
             with_reasoning=payload.include_reasoning,
-        ),
-        f"chatcmpl-{secrets.token_hex(16)}",
-        int(time.time()),
-    )
+        )
 
-
-def _prompt(service: Service, tokenizer: Tokenizer, payload: ChatRequest, tools: Sequence | None) -> tuple[str, list[int]]:
-    text = prompts.render(
-        service,
-        tokenizer,
-        payload.messages,
-        tools,
-        payload.add_generation_prompt,
-        payload.continue_final_message,
-        payload.chat_template_kwargs,
-    )
-    return text, service.encode(tokenizer, text, payload.add_special_tokens)
+    grammar = await service.compile_grammar(payload, shared, caller, forced_schema)
+    begin_mark = _end_of_thought(service.tokenizer, new_reasoning()) if grammar is not None else None
+    options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, grammar, begin_mark)
+    name = f"chatcmpl-{secrets.token_hex(16)}"
+    return ChatCall(service, payload, model, prompt, works, options, new_parser, name, int(time.time()))
 
 
 def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], ToolParser] | None, Any]:
@@ -178,9 +160,9 @@ async def collect(call: ChatCall, generation: Generation) -> dict[str, Any]:
     logprobs: list[list[Any]] = [[] for _ in call.works]
 
     def push(progress: Progress) -> None:
-        _, found = readers[progress.index].read(progress)
+        _, found = readers[progress.answer.index].read(progress)
         if found is not None:
-            logprobs[progress.index] += found["content"]
+            logprobs[progress.answer.index] += found["content"]
 
     await generation.consume(push)
     choices = []
@@ -198,27 +180,16 @@ async def collect(call: ChatCall, generation: Generation) -> dict[str, Any]:
     return call.envelope("chat.completion") | {"choices": choices, "usage": figures}
 
 
-class ChatStream:
-    """The events of a streamed chat."""
-
+class ChatStream(ChunkStream):
     def __init__(self, call: ChatCall) -> None:
-        self.call, self.envelope = call, call.envelope("chat.completion.chunk")
+        super().__init__(call.payload, call.envelope("chat.completion.chunk"), len(call.prompt))
         self.readers = call.new_readers()
-        self.answers: dict[int, Answer] = {}
-        options = call.payload.stream_options
-        self.with_usage = call.payload.include_speculation or (options is not None and options.include_usage)
-        self.has_plain_text = not (
-            call.payload.logprobs
-            or call.payload.include_speculation
-            or (options is not None and options.continuous_usage_stats)
-            or any(one.parser.reasoning is not None or one.parser.tools is not None for one in self.readers)
-        )
-        self.text_events = TextEvents(lambda index, text: self._chunk(index, {"content": text}, logprobs=None))
+        is_parsed = any(one.parser.reasoning is not None or one.parser.tools is not None for one in self.readers)
+        self.has_plain_text &= not (call.payload.logprobs or is_parsed)
+        self.text_events = TextEvents(lambda index, text: self._chunk(index, {"content": text}))
 
     def begin(self) -> bytes:
-        return b"".join(
-            self._chunk(index, {"role": "assistant", "content": ""}, logprobs=None) for index in range(self.call.payload.n)
-        )
+        return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.payload.n))
 
     def push(self, progress: Progress) -> bytes:
         """Hot path where there is nothing but text: one precomputed event a step."""
@@ -231,37 +202,24 @@ class ChatStream:
                 data += self._last(progress)
             return data
         self.answers[index] = progress.answer
-        payload = self.call.payload
         deltas, logprobs = self.readers[index].read(progress)
         extra: dict[str, Any] = {"logprobs": logprobs}
-        if payload.include_speculation:
+        if self.payload.include_speculation:
             extra["speculation"] = spans(progress)
-        if not deltas and (extra["logprobs"] or payload.include_speculation):
+        if not deltas and (logprobs or self.payload.include_speculation):
             deltas = [{}]
         chunks = []
         for delta in deltas:
             chunks.append(self._chunk(index, delta, **extra))
-            extra = {"logprobs": None}
+            extra = {}
         if progress.finish_reason is not None:
             chunks.append(self._last(progress))
         return b"".join(chunks)
 
-    def end(self) -> bytes:
-        if not self.with_usage:
-            return b""
-        figures = usage(len(self.call.prompt), self.answers.values(), self.call.payload.include_speculation)
-        return event(self.envelope | {"choices": [], "usage": figures})
-
     def _last(self, progress: Progress) -> bytes:
-        index, stop_reason = progress.index, progress.answer.stop_reason
-        reason = self.readers[index].parser.finish_reason(progress.finish_reason)
-        return self._chunk(index, {}, finish_reason=reason, stop_reason=stop_reason, logprobs=None)
+        answer = progress.answer
+        reason = self.readers[answer.index].parser.finish_reason(progress.finish_reason)
+        return self._chunk(answer.index, {}, finish_reason=reason, stop_reason=answer.stop_reason)
 
     def _chunk(self, index: int, delta: dict[str, Any], **extra: Any) -> bytes:
-        data = self.envelope | {"choices": [{"index": index, "delta": delta, "finish_reason": None} | extra]}
-        options = self.call.payload.stream_options
-        if options is not None and options.continuous_usage_stats:
-            data["usage"] = usage(len(self.call.prompt), self.answers.values())
-        elif options is not None and options.include_usage:
-            data["usage"] = None
-        return event(data)
+        return self.chunk({"index": index, "delta": delta, "finish_reason": None, "logprobs": None} | extra)

@@ -10,13 +10,13 @@ from typing import Any
 
 from fastapi import Request
 
-from fledge.serving.answers import CompletionLogprobs, spans, usage, visible_logprobs
+from fledge.serving.answers import ChunkStream, CompletionLogprobs, spans, usage, visible_logprobs
 from fledge.serving.errors import ApiError
-from fledge.serving.generation import Answer, CallOptions, Generation, Progress, Work
+from fledge.serving.generation import CallOptions, Generation, Progress, Work
 from fledge.serving.protocol import CompletionRequest
 from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, TextEvents, begin, event, unless_gone
+from fledge.serving.streaming import EventStream, TextEvents, begin, unless_gone
 from fledge.tokenizer import Tokenizer
 
 
@@ -90,11 +90,8 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
     if payload.echo:
         length = sum(4 * len(one) for one in given if not isinstance(one, str))  # characters, about
         echoes = await service.tokenize(lambda tokenizer: [_echo(tokenizer, one) for one in given], length, caller)
-    grammar, number = service.grammar_of(payload), None
-    if grammar is not None:
-        service.check_grammar(*grammar, shared)
-        number = await service.engine.compile(*grammar, caller)
-    options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, number)
+    grammar = await service.compile_grammar(payload, shared, caller)
+    options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, grammar)
     name = f"cmpl-{secrets.token_hex(16)}"
     return CompletionCall(service, payload, model, prompts, works, options, echoes, name, int(time.time()))
 
@@ -122,7 +119,7 @@ async def collect(call: CompletionCall, generation: Generation) -> dict[str, Any
     logprobs: list[dict[str, list[Any]] | None] = [None] * len(call.works)
 
     def push(progress: Progress) -> None:
-        index = progress.index
+        index = progress.answer.index
         texts[index].append(progress.text)
         if readers is None:
             return
@@ -148,20 +145,11 @@ async def collect(call: CompletionCall, generation: Generation) -> dict[str, Any
     return call.envelope() | {"choices": choices, "usage": figures}
 
 
-class CompletionStream:
-    """The events of a streamed completion."""
-
+class CompletionStream(ChunkStream):
     def __init__(self, call: CompletionCall) -> None:
-        self.call, self.envelope = call, call.envelope()
-        self.answers: dict[int, Answer] = {}
-        self.logprobs = call.new_logprobs()
-        payload, options = call.payload, call.payload.stream_options
-        self.with_usage = payload.include_speculation or (options is not None and options.include_usage)
-        self.has_plain_text = not (
-            payload.logprobs is not None
-            or payload.include_speculation
-            or (options is not None and options.continuous_usage_stats)
-        )
+        super().__init__(call.payload, call.envelope(), call.num_prompt_tokens)
+        self.call, self.logprobs = call, call.new_logprobs()
+        self.has_plain_text &= self.logprobs is None
         self.text_events = TextEvents(self._chunk)
 
     def begin(self) -> bytes:
@@ -171,33 +159,20 @@ class CompletionStream:
 
     def push(self, progress: Progress) -> bytes:
         """Hot path where there is nothing but text: one precomputed event a step."""
-        index, answer = progress.answer.index, progress.answer
+        answer, text = progress.answer, progress.text
+        index = answer.index
         if self.has_plain_text and progress.finish_reason is None:
-            text = progress.text
             return self.text_events.event(index, text) if text else b""
         self.answers[index] = answer
         logprobs = self.logprobs[index].read(visible_logprobs(progress)) if self.logprobs is not None else None
         extra: dict[str, Any] = {"logprobs": logprobs}
-        if self.call.payload.include_speculation:
+        if self.payload.include_speculation:
             extra["speculation"] = spans(progress)
         if progress.finish_reason is not None:
             extra |= {"finish_reason": progress.finish_reason, "stop_reason": answer.stop_reason}
-        if progress.text or logprobs or progress.finish_reason is not None or self.call.payload.include_speculation:
-            return self._chunk(index, progress.text, **extra)
+        if text or logprobs or progress.finish_reason is not None or self.payload.include_speculation:
+            return self._chunk(index, text, **extra)
         return b""
 
-    def end(self) -> bytes:
-        if not self.with_usage:
-            return b""
-        figures = usage(self.call.num_prompt_tokens, self.answers.values(), self.call.payload.include_speculation)
-        return event(self.envelope | {"choices": [], "usage": figures})
-
     def _chunk(self, index: int, text: str, **extra: Any) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": None, "finish_reason": None} | extra
-        data = self.envelope | {"choices": [choice]}
-        options = self.call.payload.stream_options
-        if options is not None and options.continuous_usage_stats:
-            data["usage"] = usage(self.call.num_prompt_tokens, self.answers.values())
-        elif options is not None and options.include_usage:
-            data["usage"] = None
-        return event(data)
+        return self.chunk({"index": index, "text": text, "logprobs": None, "finish_reason": None} | extra)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fledge.serving.flags import ServeFlags
 
@@ -20,18 +20,6 @@ if TYPE_CHECKING:
     from fledge.serving.engine_loop import EngineLoop
 
 PR_SET_PDEATHSIG = 1
-
-
-class EngineHost(Protocol):
-    def start(self) -> None: ...
-
-    def join(self, timeout: float) -> bool:
-        """Waits for its end; the connection's has come before. False: it goes on."""
-        ...
-
-    def why_ended(self) -> str:
-        """For an engine that ended without a word."""
-        ...
 
 
 class EngineThread:
@@ -54,11 +42,13 @@ class EngineThread:
         self.loop.run()
 
     def join(self, timeout: float) -> bool:
+        """Waits for its end; the connection's has come before. False: it goes on."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive() and not (self.loop is not None and self.loop.has_masks_left)
 
     def why_ended(self) -> str:
+        """For an engine that ended without a word."""
         return "the engine's thread ended"
 
 
@@ -75,6 +65,7 @@ class EngineProcess:
             connection.close()
 
     def join(self, timeout: float) -> bool:
+        """The same, but it is killed when it has not ended in time."""
         assert self.process is not None
         try:
             self.process.wait(timeout)
@@ -91,6 +82,9 @@ class EngineProcess:
             return "the engine's process closed its connection"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
         return f"the engine's process {how}"
+
+
+EngineHost = EngineThread | EngineProcess
 
 
 def start_child(module: str, flags: ServeFlags, connections: Sequence[socket.socket]) -> subprocess.Popen:

@@ -24,6 +24,7 @@ import torch
 from fledge.engine.engine import Engine
 from fledge.engine.request import Delta
 from fledge.errors import UserError
+from fledge.sampling import SamplingParams
 from fledge.serving.engine_calls import ApiServer, Call, Tracked
 from fledge.serving.errors import ApiError, as_api_error, internal_error, overloaded
 from fledge.serving.fair_queue import FairQueue, room_for
@@ -46,7 +47,6 @@ from fledge.serving.messages import (
     Taken,
     ToEngine,
     refusal,
-    unpack_params,
 )
 from fledge.serving.metrics import Metrics
 
@@ -79,7 +79,7 @@ class EngineLoop:
         self._engine: Engine | None = None  # until it is built
         self.failure: UserError | None = None
         self.api_servers = [ApiServer(connection) for connection in connections]
-        self._grammar_jobs: GrammarJobs[tuple[ApiServer, int]] | None = None
+        self._grammar_jobs: GrammarJobs | None = None
         self._main = self.api_servers[0]
         self._waiting: FairQueue[tuple[Call, int]] = FairQueue()
         self._busy_until: float  # from the start on
@@ -101,7 +101,7 @@ class EngineLoop:
         return self._engine
 
     @property
-    def grammars(self) -> GrammarJobs[tuple[ApiServer, int]]:
+    def grammars(self) -> GrammarJobs:
         assert self._grammar_jobs is not None, "the engine is not built yet"
         return self._grammar_jobs
 
@@ -148,7 +148,7 @@ class EngineLoop:
             raise UserError("the engine could not be built; the log above says why") from None
         assert engine.tokenizer is not None, "a server's engine has one"
         self._engine = engine
-        self.metrics.watch(engine)
+        self.metrics.engine = engine
         self._grammar_jobs = GrammarJobs(engine, self.flags.limits, self.flags.max_queue, lambda: self._wake.send(b"w"))
         ready = Ready(
             vocab_size=engine.model.vocab_size,
@@ -275,7 +275,7 @@ class EngineLoop:
             self._check_capacity(len(message.answers), message.caller)
             assert message.grammar is None or grammar is not None
             # Answers to one prompt share all that is checked: a thousand of them must not hold up a step.
-            params = [unpack_params(one) for one in message.params]
+            params = [SamplingParams(**one) for one in message.params]
             for prompt, one in {(answer.prompt, answer.params) for answer in message.answers}:
                 self.engine.check_request(message.prompts[prompt], params[one])
         except Exception as error:

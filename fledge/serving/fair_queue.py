@@ -62,16 +62,12 @@ class FairQueue(Generic[Item]):
             del self._by_caller[caller]
         return item
 
-    def remove(self, unwanted: Callable[[Item], bool]) -> list[Item]:
-        """Takes out what is unwanted."""
-        removed: list[Item] = []
+    def remove(self, unwanted: Callable[[Item], bool]) -> None:
         for caller, items in list(self._by_caller.items()):
-            removed += [item for item in items if unwanted(item)]
             kept = deque(item for item in items if not unwanted(item))
+            self._length -= len(items) - len(kept)
             if kept:
                 self._by_caller[caller] = kept
             else:
                 del self._by_caller[caller]
                 self._turns.remove(caller)
-        self._length -= len(removed)
-        return removed

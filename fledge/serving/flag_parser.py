@@ -6,6 +6,7 @@ import argparse
 import ipaddress
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -74,9 +75,7 @@ def parser() -> argparse.ArgumentParser:
         help="quantise the weights at load: fp8 (GPU), int8, int4; gguf: keep the file's quantised blocks (default for GGUF on "
         "CPU); awq, gptq, compressed-tensors: accepted for a checkpoint that has it",
     )
-    model.add_argument(
-        "--max-model-len", type=human_int, default=0, metavar="N", help="tokens of prompt and answer; 0: the model's limit"
-    )
+    _number(model, "--max-model-len", help="tokens of prompt and answer; 0: the model's limit", type=human_int)
     model.add_argument("--chat-template", help="a file, or the template itself")
     model.add_argument("--generation-config", default="auto", help="auto: the model's own sampling defaults; vllm: none")
     model.add_argument("--override-generation-config", default="{}", metavar="JSON", help="sampling defaults of your own")
@@ -108,23 +107,17 @@ def parser() -> argparse.ArgumentParser:
     draft.add_argument(
         "--tree-nodes", type=int, metavar="N", help=f"tree nodes verified per step (default {TreeShape.nodes}); implies --tree"
     )
-    draft.add_argument(
+    _switch(
+        draft,
         "--adaptive-depth",
-        action=argparse.BooleanOptionalAction,
-        default=True,
         help="draft less deeply, down to not at all, under load that makes drafting slower than plain decoding",
     )
-    draft.add_argument(
-        "--drift-guard",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="draft less deeply for a request whose drafts are accepted clearly less often than usual",
+    _switch(
+        draft, "--drift-guard", help="draft less deeply for a request whose drafts are accepted clearly less often than usual"
     )
-    draft.add_argument(
+    _number(
+        draft,
         "--drift-probe-every",
-        type=int,
-        default=0,
-        metavar="N",
         help="probe every N-th draft for drift metrics (default 256 with the drift guard, else never)",
     )
     draft.add_argument(
@@ -134,36 +127,19 @@ def parser() -> argparse.ArgumentParser:
     )
 
     engine = top.add_argument_group("Engine")
-    engine.add_argument(
-        "--max-num-seqs", type=int, default=0, metavar="N", help="requests decoded together; 0: 64 on CPU, 256 on GPU"
-    )
-    engine.add_argument(
-        "--max-num-batched-tokens",
-        type=human_int,
-        default=0,
-        metavar="N",
-        help="max tokens per step; 0: 256 on CPU, 8192 on GPU",
-    )
+    _number(engine, "--max-num-seqs", help="requests decoded together; 0: 64 on CPU, 256 on GPU")
+    _number(engine, "--max-num-batched-tokens", help="max tokens per step; 0: 256 on CPU, 8192 on GPU", type=human_int)
     engine.add_argument("--kv-cache-dtype", default="auto", help="auto; on a CPU also float32, float16 or q8_0")
-    engine.add_argument(
-        "--kv-cache-tokens", type=human_int, default=0, metavar="N", help="KV cache size in tokens; 0: from free memory"
-    )
-    engine.add_argument("--block-size", type=int, default=0, metavar="N", help="tokens per KV page; 0: 16 on CPU, 128 on GPU")
-    engine.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="reuse KV pages of common prompt prefixes",
-    )
+    _number(engine, "--kv-cache-tokens", help="KV cache size in tokens; 0: from free memory", type=human_int)
+    _number(engine, "--block-size", help="tokens per KV page; 0: 16 on CPU, 128 on GPU")
+    _switch(engine, "--enable-prefix-caching", help="reuse KV pages of common prompt prefixes")
     engine.add_argument(
         "--gpu-memory-utilization",
         type=float,
         metavar="SHARE",
         help="share of the GPU's memory for weights, KV cache and graphs (default: what is free, less some)",
     )
-    engine.add_argument(
-        "--threads", type=int, default=0, metavar="N", help="CPU threads; 0: torch's choice, which follows OMP_NUM_THREADS"
-    )
+    _number(engine, "--threads", help="CPU threads; 0: torch's choice, which follows OMP_NUM_THREADS")
     engine.add_argument(
         "--engine-process",
         action=argparse.BooleanOptionalAction,
@@ -197,13 +173,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="ADDRESS,…",
         help="proxies (addresses or networks) whose X-Forwarded-For tells clients apart; none by default",
     )
-    api.add_argument(
-        "--api-workers",
-        "--api-server-count",
-        type=int,
-        default=0,
-        metavar="N",
-        help="HTTP processes; 0: by cores, at most 4; several need --engine-process",
+    _number(
+        api, "--api-workers", "--api-server-count", help="HTTP processes; 0: by cores, at most 4; several need --engine-process"
     )
     api.add_argument(
         "--shutdown-timeout", type=float, default=30.0, metavar="SECONDS", help="seconds for running requests after SIGTERM"
@@ -213,9 +184,7 @@ def parser() -> argparse.ArgumentParser:
     answers.add_argument("--enable-auto-tool-choice", action="store_true", help="the model decides when to call a tool")
     answers.add_argument("--tool-call-parser", choices=sorted(TOOL_PARSERS), help="how the model writes tool calls")
     answers.add_argument("--reasoning-parser", choices=sorted(REASONING_PARSERS), help="how the model writes thoughts")
-    answers.add_argument(
-        "--max-logprobs", type=int, default=20, metavar="N", help="most alternatives that a request may ask for"
-    )
+    _number(answers, "--max-logprobs", help="most alternatives that a request may ask for", default=20)
 
     learn = top.add_argument_group("Learning from traffic (docs/learn.md)")
     learn.add_argument("--learn", action="store_true", help="train the drafter on what is served, in the gaps")
@@ -237,15 +206,23 @@ def parser() -> argparse.ArgumentParser:
     logs.add_argument("--log-interval", type=float, default=10.0, metavar="SECONDS", help="seconds between stats lines")
 
     bounds = top.add_argument_group("Limits on requests")
-    bounds.add_argument(
+    _number(
+        bounds,
         "--max-queue",
-        type=int,
-        default=256,
-        metavar="N",
         help="max queued answers and grammar compilations; +25 %% reserved for clients with few queued",
+        default=256,
     )
     limits.add_flags(bounds, human_int)
     return top
+
+
+def _number(group: argparse._ArgumentGroup, *names: str, help: str, type: Callable[[str], int] = int, default: int = 0) -> None:
+    group.add_argument(*names, type=type, default=default, metavar="N", help=help)
+
+
+def _switch(group: argparse._ArgumentGroup, name: str, help: str) -> None:
+    """On, unless `--no-NAME` is given."""
+    group.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=help)
 
 
 def human_int(text: str) -> int:
@@ -257,7 +234,7 @@ def human_int(text: str) -> int:
         number = float(text[:-1] if scale != 1 else text) * scale
     except ValueError:
         number = -1.0
-    if number < 1 or number != int(number):
+    if not (number >= 1 and number.is_integer()):  # infinity is not
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 4k or 4K")
     return int(number)
 

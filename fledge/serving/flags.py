@@ -7,9 +7,11 @@ A flag of vLLM's that cannot be followed is refused with the reason and what to 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from fledge.serving import limits
 from fledge.serving.flag_parser import DEFAULT_MODEL, PROCESS_CORES, parser
 from fledge.serving.foreign_flags import normalise, refuse_foreign
 from fledge.serving.limits import Limits
-from fledge.serving.speculative_config import SpeculativeConfig, json_object
+from fledge.serving.speculative_config import SAID_TWICE, SpeculativeConfig, json_object
 from fledge.sources import BUILT_INS
 from fledge.speculation.depth import TreeShape
 
@@ -64,7 +66,6 @@ class ServeFlags:
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] = field(default_factory=dict)
     disable_log_stats: bool = False
-    gpu_memory_utilization: float | None = None
     shutdown_timeout: float = 30.0
     engine_process: bool = False  # the engine in a process of its own
     api_workers: int = 1  # processes that speak HTTP
@@ -83,6 +84,16 @@ class ServeFlags:
         return self.served_model_name or (self.model,)
 
 
+def chosen_engine(words: Sequence[str]) -> str:
+    """Before anything else is parsed: vLLM's own flags are not ours to check."""
+    for word, following in pairwise([*words, ""]):
+        if word == "--engine":
+            return following
+        if word.startswith("--engine="):
+            return word.partition("=")[2]
+    return "fledge"
+
+
 def parse(arguments: Sequence[str]) -> ServeFlags:
     own = parser()
     known = {option for action in own._actions for option in action.option_strings}
@@ -97,6 +108,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
     if given.enable_auto_tool_choice and not given.tool_call_parser:
         raise UserError("--enable-auto-tool-choice needs --tool-call-parser, which says how the model writes its calls")
     bounds: dict[str, tuple[float, float]] = {
+        "--log-interval": (given.log_interval, 0.001),
         "--max-queue": (given.max_queue, 0),
         "--max-logprobs": (given.max_logprobs, 0),
         "--block-size": (given.block_size, 0),
@@ -111,6 +123,8 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
     for name, (value, least) in bounds.items():
         if not value >= least:
             raise UserError(f"{name} must be at least {least}, not {value}")
+        if value == math.inf:
+            raise UserError(f"{name} must be a finite number, not {value}")
     if given.max_logprobs > 20:
         raise UserError("--max-logprobs: at most 20 alternatives can be reported")
     quantization, of_checkpoint = _quantization(given.quantization)
@@ -124,33 +138,28 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
         max_batched_tokens=given.max_num_batched_tokens,
         kv_cache_tokens=given.kv_cache_tokens,
         kv_cache_dtype=DTYPES.get(given.kv_cache_dtype, given.kv_cache_dtype),
+        gpu_memory_utilization=given.gpu_memory_utilization or 0.0,
         page_size=given.block_size,
         prefix_caching=given.enable_prefix_caching,
         deterministic=given.deterministic,
         threads=given.threads,
     )
-    same = (
-        "host", "port", "uds", "root_path", "uvicorn_log_level", "disable_uvicorn_access_log", "ssl_keyfile", "ssl_certfile",
-        "allow_credentials", "enable_auto_tool_choice", "tool_call_parser", "reasoning_parser", "max_logprobs", "seed",
-        "generation_config", "disable_log_stats", "gpu_memory_utilization", "shutdown_timeout", "max_queue", "log_interval",
-        "drift_probe_every",
-    )  # fmt: skip
-    return ServeFlags(
-        model=model,
-        served_model_name=tuple(given.served_model_name),
-        api_key=keys,
-        allowed_origins=tuple(given.allowed_origins),
-        trusted_proxies=given.trusted_proxies,
-        chat_template=read_template(given.chat_template),
-        override_generation_config=json_object("--override-generation-config", given.override_generation_config),
-        checkpoint_quantization=of_checkpoint,
-        notes=(*notes, *speculative.notes),
-        engine_config=config,
-        limits=limits.from_flags(given),
-        learn=_learn_config(given),
+    changed: dict[str, Any] = {
+        "model": model,
+        "served_model_name": tuple(given.served_model_name),
+        "api_key": keys,
+        "chat_template": read_template(given.chat_template),
+        "override_generation_config": json_object("--override-generation-config", given.override_generation_config),
+        "checkpoint_quantization": of_checkpoint,
+        "notes": (*notes, *speculative.notes),
+        "engine_config": config,
+        "limits": limits.from_flags(given),
+        "learn": _learn_config(given),
+        "speculative_config": speculative,
         **_processes(given),
-        speculative_config=speculative,
-        **{name: getattr(given, name) for name in same},
+    }
+    return ServeFlags(
+        **changed, **{one.name: getattr(given, one.name) for one in fields(ServeFlags) if one.name not in changed}
     )
 
 
@@ -201,13 +210,14 @@ def _processes(given: argparse.Namespace) -> dict[str, Any]:
 def _speculative_config(given: argparse.Namespace, model: str) -> SpeculativeConfig:
     tree = None
     if given.tree or given.tree_width is not None or given.tree_nodes is not None:
-        tree = TreeShape(given.tree_width or TreeShape.width, given.tree_nodes or TreeShape.nodes)
+        asked = {"width": given.tree_width, "nodes": given.tree_nodes}
+        tree = TreeShape(**{name: value for name, value in asked.items() if value is not None})
     if given.speculative_config is None:
         # As in vLLM a user's model is served plainly unless a drafter is asked for; a built-in one comes with its own.
         drafter = given.drafter or ("auto" if model in BUILT_INS else "none")
         return SpeculativeConfig(Speculation(drafter, given.depth or DEFAULT_DEPTH, tree))
     if given.drafter or given.depth:
-        raise UserError("--speculative-config and --drafter or --depth say the same thing; give one of them")
+        raise UserError(SAID_TWICE)
     return SpeculativeConfig.parse(given.speculative_config, tree)
 
 

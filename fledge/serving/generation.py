@@ -99,10 +99,6 @@ class Progress(NamedTuple):
     finish_reason: str | None = None
 
     @property
-    def index(self) -> int:  # type: ignore[override]  # hides `tuple.index`, which is not used
-        return self.answer.index
-
-    @property
     def text(self) -> str:
         return self.spans[0][0] if len(self.spans) == 1 else "".join(text for text, _ in self.spans)
 

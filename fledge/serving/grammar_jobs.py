@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 from fledge.engine.engine import Engine
 from fledge.errors import UserError
 from fledge.sampling import LogitsProcessor
+from fledge.serving.engine_calls import ApiServer
 from fledge.serving.errors import ApiError, as_api_error, overloaded
 from fledge.serving.fair_queue import FairQueue, room_for
 from fledge.serving.limits import Limits
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 GRAMMARS_PER_CALLER = 2
 
 
-Key = TypeVar("Key", bound=Hashable)  # what a job is known by
+Key = tuple[ApiServer, int]  # what a job is known by: who asked, and its number there
 
 
-class GrammarJobs(Generic[Key]):
+class GrammarJobs:
     """Used by the engine's thread alone. `wake` is called from other threads when a job is done. As many grammars may wait as
     answers: `max_queue`."""
 
@@ -114,12 +115,10 @@ class GrammarJobs(Generic[Key]):
 
     def processor(self, grammar: Grammar, begin_mark: Sequence[int] | None, caller: str, is_new: bool) -> LogitsProcessor:
         """A new one for each answer. `begin_mark`: the grammar holds after these tokens. `is_new`: the first of a call."""
-        from fledge.serving.structured import after_mark
-
         assert self.compiler is not None
         if not grammar.is_plain and (refusal := self.compiler.mask_thread.refusal(caller, is_new)) is not None:
             raise refusal
-        return self.compiler.processor(grammar, after_mark(begin_mark) if begin_mark else None, caller)
+        return self.compiler.processor(grammar, begin_mark or (), caller)
 
     @property
     def is_busy(self) -> bool:

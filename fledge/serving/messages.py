@@ -84,7 +84,7 @@ class Observe(_Message, tag=5, frozen=True):
 
 class AskFigures(_Message, tag=6, frozen=True):
     id: int
-    of_learning: bool = False  # its history as JSON, instead of the text of /metrics
+    of_learning: bool  # its history as JSON, instead of the text of /metrics
 
 
 class Prepared(_Message, tag=7, frozen=True):
@@ -174,12 +174,8 @@ ToApiServer = Ready | Failed | Taken | Refused | Compiled | Figures | Step | Ope
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """What is not as usual: most requests set two or three."""
+    """Keywords of `SamplingParams` that are not as usual: most requests set two or three."""
     return {name: value for name, default in _DEFAULTS.items() if (value := getattr(params, name)) != default}
-
-
-def unpack_params(given: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**given)
 
 
 def refusal(call: int, error: ApiError) -> Refused:

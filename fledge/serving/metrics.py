@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from fledge.serving.learn_metrics import Kind, learn_metrics
 from fledge.speculation.stats import AcceptanceStats
 
 if TYPE_CHECKING:
@@ -33,14 +32,29 @@ DRIFT = {
     "own_share": "Share of the drafter's attention on its own draft, by draft step.",
     "entropy": "Entropy of the drafter's attention by draft step.",
 }
-GUARD = {
-    "requests_shortened": "Requests that the drift guard drafted for less deeply at some time.",
-    "recoveries": "Times that such a request came back to the full depth.",
-    "short_steps": "Speculative steps of requests that were shortened at the time.",
-    "shortened": "Requests that are shortened now.",
-    "shortenings": "Times that a request's depth was halved, by what left the usual band: acceptance, rms or sink.",
-    "outside_vocabulary_share": "Share of the target's recent tokens that the drafter's vocabulary does not hold.",
+LEARN_COUNTERS = {
+    "steps": "Training steps.",
+    "tokens": "Tokens trained on, replayed ones included.",
+    "requests": "Finished requests that might be learnt from.",
+    "opted_out": "Finished requests that were not to be learnt from.",
+    "swaps": "Times that a candidate replaced the serving weights.",
+    "rollbacks": "Times that the weights before were served again because live acceptance had fallen.",
+    "non_finite": "Training steps and candidates dropped because a number in them was not finite.",
+    "resets": "Times that training started again from the serving weights.",
+    "serving_seconds": "Time in which requests ran.",
+    "learning_seconds": "Of that time, what learning took.",
+    "idle_seconds": "Time spent on learning while nothing ran.",
 }
+LEARN_GAUGES = {
+    "generation": "Number of the weights that are served; 0: those of the start.",
+    "samples": "Texts kept in memory to learn from.",
+    "sample_tokens": "Their tokens.",
+    "clients": "Callers that they are of.",
+    "held_out": "Recent texts kept to judge candidates by.",
+    "memory_bytes": "Memory that learning takes at most, apart from a step's activations.",
+    "loss": "Loss of the last training step.",
+}
+Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 class Histogram:
@@ -68,7 +82,7 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self.labels = (model_name, "0")
-        self.engine: Engine | None = None
+        self.engine: Engine | None = None  # until it is built
         self.probe: LiveProbe | None = None  # looks at some drafts, if asked for
         self.num_queued: Callable[[], int] = lambda: 0  # requests that are not in the engine yet
         self.max_loop_lag = 0.0
@@ -103,9 +117,6 @@ class Metrics:
         self.registry.register(self)
         self.tokens_in = self.tokens_out = 0  # for the log line
         self._logged, self._logged_at = self._snapshot(), time.perf_counter()
-
-    def watch(self, engine: Engine) -> None:
-        self.engine = engine
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -154,77 +165,89 @@ class Metrics:
         engine = self.engine
         stats = engine.stats if engine is not None else AcceptanceStats()
         running, waiting = self.queue_lengths()
-
-        def gauge(name: str, text: str, value: float) -> Metric:
-            family = GaugeMetricFamily(name, text, labels=LABELS)
-            family.add_metric(self.labels, value)
-            return family
-
-        def counter(name: str, text: str, value: float) -> Metric:
-            family = CounterMetricFamily(name, text, labels=LABELS)
-            family.add_metric(self.labels, value)
-            return family
-
         for one in self.histograms:
             yield one.family()
-        yield gauge("vllm:num_requests_running", "Requests being decoded.", running)
-        yield gauge("fledge:event_loop_lag_max_seconds", "The longest that the event loop was late so far.", self.max_loop_lag)
-        yield gauge("vllm:num_requests_waiting", "Requests in the queue.", waiting)
-        yield gauge("vllm:kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", self.cache_usage())
+        yield self._gauge("vllm:num_requests_running", "Requests being decoded.", running)
+        text = "The longest that the event loop was late so far."
+        yield self._gauge("fledge:event_loop_lag_max_seconds", text, self.max_loop_lag)
+        yield self._gauge("vllm:num_requests_waiting", "Requests in the queue.", waiting)
+        yield self._gauge("vllm:kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", self.cache_usage())
         preemptions = engine.scheduler.num_preemptions if engine is not None else 0
-        yield counter("vllm:num_preemptions", "Preemptions (KV freed, recomputed later).", preemptions)
+        yield self._counter("vllm:num_preemptions", "Preemptions (KV freed, recomputed later).", preemptions)
         queried, found = (engine.pool.num_queried, engine.pool.num_found) if engine is not None else (0, 0)
-        yield counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked for in the cache.", queried)
-        yield counter("vllm:prefix_cache_hits", "Tokens of prompts that were found in the cache.", found)
-        yield counter("vllm:spec_decode_num_drafts", "Verification passes that carried a draft.", stats.steps)
-        yield counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.drafted)
-        yield counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted)
+        yield self._counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked for in the cache.", queried)
+        yield self._counter("vllm:prefix_cache_hits", "Tokens of prompts that were found in the cache.", found)
+        yield self._counter("vllm:spec_decode_num_drafts", "Verification passes that carried a draft.", stats.steps)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafted tokens.", stats.drafted)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.accepted)
         name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by position."
-        by_position = CounterMetricFamily(name, text, labels=(*LABELS, "position"))
-        for position, count in enumerate(list(stats.accepted_at)):
-            by_position.add_metric((*self.labels, str(position)), count)
-        yield by_position
-        yield gauge("fledge:acceptance_length", "Tokens a verification pass since the start.", stats.acceptance_length)
+        yield self._labelled(CounterMetricFamily, name, text, ("position",), enumerate(list(stats.accepted_at)))
+        text = "Tokens a verification pass since the start."
+        yield self._gauge("fledge:acceptance_length", text, stats.acceptance_length)
         if self.probe is not None:
             yield from self._drift(self.probe.snapshot())
         if engine is not None and engine.controller.guard is not None:
             yield from self._guard(engine.controller.guard.counts, engine.controller.coverage.share)
         if engine is not None and engine.hook is not None:
-            yield from learn_metrics(engine.hook.stats(), LABELS, self.labels)
+            yield from self._learn(engine.hook.stats())
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        return self._labelled(GaugeMetricFamily, name, text, (), [((), value)])
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        return self._labelled(CounterMetricFamily, name, text, (), [((), value)])
+
+    def _labelled(self, kind: Kind, name: str, text: str, by: tuple[str, ...], figures: Iterable[tuple[Any, float]]) -> Metric:
+        """`by`: further labels, whose values come with each figure: a tuple of them, or the only one."""
+        family = kind(name, text, labels=(*LABELS, *by))
+        for key, value in figures:
+            family.add_metric((*self.labels, *(key if isinstance(key, tuple) else (str(key),))), value)
+        return family
 
     @property
     def guard(self) -> DriftGuard | None:
         return self.engine.controller.guard if self.engine is not None else None
 
     def _guard(self, counts: GuardCounts, outside_share: float) -> Iterable[Metric]:
-        def family(kind: Kind, name: str, text: str, value: float) -> Metric:
-            metric = kind(f"fledge:drift_guard_{name}", text, labels=LABELS)
-            metric.add_metric(self.labels, value)
-            return metric
-
-        yield family(CounterMetricFamily, "requests_shortened", GUARD["requests_shortened"], counts.requests)
-        yield family(CounterMetricFamily, "recoveries", GUARD["recoveries"], counts.recoveries)
-        yield family(CounterMetricFamily, "short_steps", GUARD["short_steps"], counts.short_steps)
-        yield family(GaugeMetricFamily, "shortened", GUARD["shortened"], counts.shortened)
-        name = "shortenings"
-        by_reason = CounterMetricFamily(f"fledge:drift_guard_{name}", GUARD[name], labels=(*LABELS, "reason"))
-        for reason, count in counts.shortenings.items():
-            by_reason.add_metric((*self.labels, reason), count)
-        yield by_reason
-        name = "outside_vocabulary_share"
-        yield family(GaugeMetricFamily, name, GUARD[name], outside_share)
+        text = "Requests that the drift guard drafted for less deeply at some time."
+        yield self._counter("fledge:drift_guard_requests_shortened", text, counts.requests)
+        text = "Times that such a request came back to the full depth."
+        yield self._counter("fledge:drift_guard_recoveries", text, counts.recoveries)
+        text = "Speculative steps of requests that were shortened at the time."
+        yield self._counter("fledge:drift_guard_short_steps", text, counts.short_steps)
+        yield self._gauge("fledge:drift_guard_shortened", "Requests that are shortened now.", counts.shortened)
+        text = "Times that a request's depth was halved, by what left the usual band: acceptance, rms or sink."
+        by_reason = counts.shortenings.items()
+        yield self._labelled(CounterMetricFamily, "fledge:drift_guard_shortenings", text, ("reason",), by_reason)
+        text = "Share of the target's recent tokens that the drafter's vocabulary does not hold."
+        yield self._gauge("fledge:drift_guard_outside_vocabulary_share", text, outside_share)
 
     def _drift(self, figures: dict[str, Any]) -> Iterable[Metric]:
-        probed = CounterMetricFamily("fledge:drift_drafts_probed", "Drafts that the drift probe looked at.", labels=LABELS)
-        probed.add_metric(self.labels, figures["drafts"])
-        yield probed
+        yield self._counter("fledge:drift_drafts_probed", "Drafts that the drift probe looked at.", figures["drafts"])
         for name, text in DRIFT.items():
-            family = GaugeMetricFamily(f"fledge:drift_{name}", text, labels=(*LABELS, "step"))
-            for step, value in enumerate(figures[name]):
-                if value is None:
-                    continue
-                family.add_metric((*self.labels, str(step)), value)
-            yield family
+            by_step = ((step, value) for step, value in enumerate(figures[name]) if value is not None)
+            yield self._labelled(GaugeMetricFamily, f"fledge:drift_{name}", text, ("step",), by_step)
+
+    def _learn(self, stats: dict[str, Any]) -> Iterable[Metric]:
+        """`stats`: of `Learning.stats`."""
+        for name, text in LEARN_COUNTERS.items():
+            yield self._counter(f"fledge:learn_{name}", text, stats[name])
+        for name, text in LEARN_GAUGES.items():
+            yield self._gauge(f"fledge:learn_{name}", text, stats[name])
+        yield self._gauge("fledge:learn_stopped", "1: learning has ended; the log says why.", bool(stats["stopped"]))
+        decisions = [(name, stats[name]) for name in ("accepted", "refused")]
+        text = "Candidates that the gate judged."
+        yield self._labelled(CounterMetricFamily, "fledge:learn_gate_decisions", text, ("decision",), decisions)
+        name, dropped = "fledge:learn_samples_dropped", stats["dropped"].items()
+        yield self._labelled(CounterMetricFamily, name, "Texts that were not taken in.", ("reason",), dropped)
+        text = "Acceptance length by domain cluster: before anything was learnt, and of the generation that is served."
+        lengths = (
+            ((domain, when), value)
+            for domain, figures in stats["domains"].items()
+            for when, value in figures.items()
+            if value is not None
+        )
+        yield self._labelled(GaugeMetricFamily, "fledge:learn_acceptance_length", text, ("domain", "when"), lengths)
 
     def queue_lengths(self) -> tuple[int, int]:
         """Requests running and waiting."""

@@ -8,9 +8,8 @@ from typing import Any
 
 from fledge.errors import RequestError
 from fledge.serving.errors import ApiError
-from fledge.serving.json_checks import check_json
-from fledge.serving.limits import Limits
-from fledge.serving.protocol import ChatMessage, TextPart, Tool
+from fledge.serving.limits import Limits, check_json
+from fledge.serving.protocol import ChatMessage, ChatRequest, TextPart, TokenizeRequest, Tool
 from fledge.serving.service import SHORT_TEXT, Service
 from fledge.tokenizer import Tokenizer
 
@@ -22,25 +21,19 @@ RESERVED_KWARGS |= {"continue_final_message", "return_tensors", "return_dict", "
 RESERVED_KWARGS |= {"self", "tokenizer_kwargs", "documents"}
 
 
-def render(
-    service: Service,
-    tokenizer: Tokenizer,
-    messages: Sequence[ChatMessage],
-    tools: Sequence[Tool] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    kwargs: dict[str, Any] | None = None,
-) -> str:
-    reserved = sorted(RESERVED_KWARGS & set(kwargs or ()))
+def render(service: Service, tokenizer: Tokenizer, payload: ChatRequest | TokenizeRequest, tools: Sequence[Tool] | None) -> str:
+    """`tools`: those of the payload that the model is told of."""
+    kwargs = payload.chat_template_kwargs or {}
+    reserved = sorted(RESERVED_KWARGS & set(kwargs))
     if reserved:
         raise ApiError(f"chat_template_kwargs may not set {reserved[0]!r}", param="chat_template_kwargs")
     return tokenizer.render_chat(
-        [_template_message(message, service.limits) for message in messages],
-        add_generation_prompt=add_generation_prompt,
+        [_template_message(message, service.limits) for message in payload.messages or ()],
+        add_generation_prompt=payload.add_generation_prompt,
         chat_template=service.flags.chat_template,
         tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-        continue_final_message=continue_final_message,
-        **(kwargs or {}),
+        continue_final_message=payload.continue_final_message,
+        **kwargs,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fledge.serving.text import before_marker
+from fledge.serving.tool_parsers.base import before_marker
 
 
 class Thought(NamedTuple):

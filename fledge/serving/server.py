@@ -65,7 +65,7 @@ class Server(uvicorn.Server):
         self.service.engine.draining = True
         for worker in self.workers:
             worker.terminate()
-        limit = asyncio.create_task(self._stop_late())
+        limit = asyncio.create_task(self.service.engine.stop_after(self.service.flags.shutdown_timeout))
         try:
             await super().shutdown(sockets)
         finally:
@@ -75,10 +75,6 @@ class Server(uvicorn.Server):
         deadline = time.monotonic() + self.service.flags.shutdown_timeout + BACKSTOP_SECONDS
         while any(worker.poll() is None for worker in self.workers) and time.monotonic() < deadline:
             await asyncio.sleep(WATCH_SECONDS)
-
-    async def _stop_late(self) -> None:
-        await self.service.engine.stop_after(self.service.flags.shutdown_timeout)
-        self.service.close()
 
     async def on_tick(self, counter: int) -> bool:
         """uvicorn's, ten times a second."""

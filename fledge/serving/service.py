@@ -21,8 +21,8 @@ from fledge.serving.defaults import overriding_defaults
 from fledge.serving.engine_host import EngineHost, EngineProcess, EngineThread
 from fledge.serving.errors import ApiError
 from fledge.serving.flags import ServeFlags
-from fledge.serving.json_checks import check_grammar_size, check_json
 from fledge.serving.json_schema import supported_schema
+from fledge.serving.limits import check_grammar_size, check_json
 from fledge.serving.messages import Ready, ToApiServer
 from fledge.serving.protocol import ChatRequest, SamplingFields
 from fledge.serving.tokenizing import TokenizerThread
@@ -102,10 +102,6 @@ class Service:
         """A third one, for the thread that takes long texts."""
         return self.tokenizer.copy()
 
-    def close(self) -> None:
-        """Those that wait for a grammar are told that the server ends."""
-        self.engine.cancel_waiting()
-
     def check_limits(self, fields: SamplingFields, num_prompts: int = 1, caller: str = "") -> None:
         """What a request asks for, before any of it is made."""
         limits = self.limits
@@ -169,7 +165,25 @@ class Service:
                     )
         return tokenizer.encode(text, add_special_tokens)
 
-    def grammar_of(self, fields: SamplingFields, forced_schema: Any = None) -> tuple[str, Any] | None:
+    async def compile_grammar(
+        self, fields: SamplingFields, params: SamplingParams, caller: str, forced_schema: Any = None
+    ) -> int | None:
+        """The number of the grammar that a request asks for, if it does."""
+        wanted = self._grammar_of(fields, forced_schema)
+        if wanted is None:
+            return None
+        kind, value = wanted
+        # Before it is queued. The compiler looks at its size again, as it writes the text: a choice is written as
+        # alternatives, whose quotes and ` | ` are 5 characters each.
+        size = sum(len(one) + 5 for one in value) if isinstance(value, list) else len(value or "")
+        check_grammar_size(
+            {"json_schema": "JSON schema", "regex": "regular expression"}.get(kind, "grammar"), size, self.limits
+        )
+        if params.ignore_eos:
+            raise ApiError("ignore_eos and structured output exclude each other", param="ignore_eos")
+        return await self.engine.compile(kind, value, caller)
+
+    def _grammar_of(self, fields: SamplingFields, forced_schema: Any = None) -> tuple[str, Any] | None:
         """What a request asks for by `response_format`, `structured_outputs` or a forced tool: a kind and its value."""
         wanted, extension = fields.response_format, fields.structured_outputs
         if forced_schema is not None:
@@ -209,15 +223,6 @@ class Service:
                 raise RequestError("the JSON schema is not valid JSON") from None
             check_json(schema, self.limits)
         return json.dumps(supported_schema(schema))
-
-    def check_grammar(self, kind: str, value: str | list[str] | None, params: SamplingParams) -> None:
-        """Before it is queued. The compiler looks at its size again, as it writes the text."""
-        # A choice is written as alternatives: quotes and ` | ` are 5 characters each.
-        size = sum(len(one) + 5 for one in value) if isinstance(value, list) else len(value or "")
-        name = {"json_schema": "JSON schema", "regex": "regular expression"}.get(kind, "grammar")
-        check_grammar_size(name, size, self.limits)
-        if params.ignore_eos:
-            raise ApiError("ignore_eos and structured output exclude each other", param="ignore_eos")
 
     def max_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
         """How long the answer may get; as long as the context allows if the request does not say."""

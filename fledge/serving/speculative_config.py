@@ -10,6 +10,7 @@ from fledge.engine.options import DEFAULT_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.speculation.depth import TreeShape
 
+SAID_TWICE = "--speculative-config and --drafter or --depth say the same thing; give one of them"
 METHODS = ("eagle3", "eagle", "ngram")
 EAGER = "a GPU always runs captured CUDA graphs, a CPU never does"
 
@@ -68,7 +69,9 @@ class SpeculativeConfig:
                 raise UserError("--speculative-config: prompt_lookup_min and _max are numbers, 1 <= min <= max")
         elif longest is not None or shortest is not None:
             raise UserError("--speculative-config: prompt_lookup_min and _max belong to method 'ngram'")
-        speculation = Speculation("ngram" if method == "ngram" else model, depth or DEFAULT_DEPTH, tree)
+        if method != "ngram" and not isinstance(model, str):
+            raise UserError(f"--speculative-config: 'model' is a folder, a name or a hub id, not {model!r:.40}")
+        speculation = Speculation("ngram" if method == "ngram" else model, DEFAULT_DEPTH if depth is None else depth, tree)
         return cls(speculation, longest, shortest, notes)
 
     def with_depth_rules(self, adaptive: bool, drift_guard: bool) -> SpeculativeConfig:

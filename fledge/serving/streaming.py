@@ -77,12 +77,6 @@ class EventWriter(Protocol):
     def end(self) -> bytes: ...
 
 
-class Socket(Protocol):
-    def write(self, data: bytes) -> bool:
-        """Writes a part of the body; False: it takes no more now, and nothing was written."""
-        ...
-
-
 class ExposeSocket:
     """The outermost layer: puts uvicorn's connection into the scope."""
 
@@ -111,6 +105,7 @@ class ChunkedSocket:
         self.cycle, self.flow, self.transport = cycle, cycle.flow, cycle.transport
 
     def write(self, data: bytes) -> bool:
+        """Writes a part of the body; False: it takes no more now, and nothing was written."""
         cycle = self.cycle
         if self.flow.write_paused or not cycle.chunked_encoding or cycle.disconnected:
             return False
@@ -128,7 +123,7 @@ class EventStream(Response):
         self._last: bytes | None = None  # what ends the stream, once it is known
         self._is_gone = False  # the caller
         self._wake = asyncio.Event()
-        self._socket: Socket | None = None
+        self._socket: ChunkedSocket | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         leaving = asyncio.ensure_future(_disconnected(receive))

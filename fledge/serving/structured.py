@@ -19,9 +19,8 @@ from fledge.kernels.bits import pack_bits
 from fledge.serving.errors import ApiError
 from fledge.serving.grammar_process import GrammarProcess
 from fledge.serving.grammar_worker import compile_grammar
-from fledge.serving.json_checks import check_grammar_size
 from fledge.serving.json_patterns import FORMATS
-from fledge.serving.limits import Limits
+from fledge.serving.limits import Limits, check_grammar_size
 from fledge.serving.mask_thread import MaskThread, MaskTimeout
 from fledge.tokenizer import Tokenizer
 
@@ -53,21 +52,6 @@ class MaskClock:
         return seconds > self.limit or (self.spent > STEP_MASKS * self.limit and seconds > self.limit / STEP_MASKS)
 
 
-def after_mark(mark: Sequence[int]) -> Callable[[Sequence[int]], int]:
-    """Where in an answer its grammar begins to hold: after these tokens, which end a thought; -1: not yet."""
-    mark = list(mark)
-
-    def begin(tokens: Sequence[int]) -> int:
-        at = -1
-        while mark[0] in tokens[at + 1 :]:  # in C, unlike a loop over all places
-            at = tokens.index(mark[0], at + 1)
-            if list(tokens[at : at + len(mark)]) == mark:
-                return at + len(mark)
-        return -1
-
-    return begin
-
-
 class GrammarCompiler:
     """Compiles what callers ask for, for one vocabulary; what was compiled before is kept. Safe to use from several threads."""
 
@@ -85,7 +69,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         # JSON has no raw control characters, but the library lets them into strings whose length is bounded.
         controls = [token for token, text in enumerate(self.info.decoded_vocab) if any(byte < 0x20 for byte in text)]
-        self._never_in_json = torch.tensor(controls, dtype=torch.long)
+        num_words = xgrammar.allocate_token_bitmask(1, vocab_size).shape[1]
+        self.never_in_json = torch.from_numpy(pack_bits(controls, num_words))
 
     def close(self) -> None:
         self._process.close()
@@ -139,13 +124,9 @@ class GrammarCompiler:
         while self._cache_bytes > CACHE_BYTES and len(self._cache) > 1:
             self._cache_bytes -= self._cache.popitem(last=False)[1].memory_size_bytes
 
-    def processor(
-        self, grammar: Grammar, begin: Callable[[Sequence[int]], int] | None = None, caller: str = ""
-    ) -> GrammarProcessor:
-        """A new one for each answer. `begin`: where in the answer the grammar starts to hold; -1: not yet."""
-        banned = self._never_in_json if grammar.is_json else None
-        run = None if grammar.is_plain else partial(self.mask_thread.run, limit=self.clock.limit, caller=caller)
-        return GrammarProcessor(grammar.compiled, self.vocab_size, self.end_token_ids, begin, banned, self.clock, run)
+    def processor(self, grammar: Grammar, begin_mark: Sequence[int] = (), caller: str = "") -> GrammarProcessor:
+        """A new one for each answer. The grammar holds after `begin_mark`, the tokens that end a thought; (): at once."""
+        return GrammarProcessor(self, grammar, list(begin_mark), caller)
 
 
 class GrammarProcessor:
@@ -158,23 +139,15 @@ class GrammarProcessor:
         tokens     { " a " , …        rollback 2, accept the rest
     """
 
-    def __init__(
-        self,
-        grammar: xgrammar.CompiledGrammar,
-        vocab_size: int,
-        end_token_ids: Sequence[int],
-        begin: Callable[[Sequence[int]], int] | None = None,
-        banned: Tensor | None = None,
-        clock: MaskClock | None = None,
-        run: Callable[[Callable[[], tuple[bool, float]]], tuple[bool, float]] | None = None,
-    ) -> None:
-        self.matcher = xgrammar.GrammarMatcher(grammar)
-        self.bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
-        self.end_token_ids = torch.tensor(list(end_token_ids))
-        self.begin, self.clock, self.run = begin, clock, run
-        self.banned_bits: Tensor | None = None
-        if banned is not None:
-            self.banned_bits = torch.from_numpy(pack_bits(banned.tolist(), self.bitmask.shape[1]))
+    def __init__(self, compiler: GrammarCompiler, grammar: Grammar, begin_mark: list[int], caller: str) -> None:
+        self.matcher = xgrammar.GrammarMatcher(grammar.compiled)
+        self.bitmask = xgrammar.allocate_token_bitmask(1, compiler.vocab_size)
+        self.begin_mark, self.clock = begin_mark, compiler.clock
+        self.end_token_ids = torch.tensor(compiler.end_token_ids)
+        self.banned_bits = compiler.never_in_json if grammar.is_json else None
+        self.run: Callable[[Callable[[], tuple[bool, float]]], tuple[bool, float]] | None = None  # None: here
+        if not grammar.is_plain:
+            self.run = partial(compiler.mask_thread.run, limit=compiler.clock.limit, caller=caller)
         self.followed: list[int] = []
         self.failure: RequestError | ApiError | None = None  # why its request cannot go on; the text is worthless from there
 
@@ -194,7 +167,7 @@ class GrammarProcessor:
 
     def _fill_bitmask(self, tokens: Sequence[int]) -> bool:
         """False: no token is banned, because the grammar does not hold yet or the text has ended."""
-        start = 0 if self.begin is None else self.begin(tokens)
+        start = self._begin(tokens) if self.begin_mark else 0
         if start < 0 or self.failure is not None:
             return False
         work = partial(self._mask_after, list(tokens[start:]))
@@ -206,11 +179,20 @@ class GrammarProcessor:
         except ApiError as error:  # too many other masks of the caller's still take time
             self.failure = error
             return False
-        if self.clock is not None and self.clock.is_too_much(seconds):
+        if self.clock.is_too_much(seconds):
             self.failure = RequestError(TOO_SLOW)
         if has_mask and self.banned_bits is not None:
             self.bitmask[0] &= ~self.banned_bits
         return has_mask
+
+    def _begin(self, tokens: Sequence[int]) -> int:
+        """Where the grammar begins to hold: after the mark; -1: not yet."""
+        mark, at = self.begin_mark, -1
+        while mark[0] in tokens[at + 1 :]:  # in C, unlike a loop over all places
+            at = tokens.index(mark[0], at + 1)
+            if list(tokens[at : at + len(mark)]) == mark:
+                return at + len(mark)
+        return -1
 
     def _mask_after(self, tokens: list[int]) -> tuple[bool, float]:
         """Fills the bit mask; whether there is one, and CPU seconds."""

@@ -19,7 +19,9 @@ from fledge.engine.options import FIXED_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.serving.flag_parser import DEFAULT_MODEL, OF_VLLM, parser
 from fledge.serving.foreign_flags import MAY_BE, normalise
+from fledge.serving.speculative_config import SAID_TWICE, json_object
 from fledge.sources import BUILT_INS
+from fledge.speculation.depth import DepthPolicy
 
 PYTHON_VARIABLE = "FLEDGE_VLLM_PYTHON"
 # Asked of an interpreter without importing vLLM, which takes ten seconds and more.
@@ -113,17 +115,17 @@ def _python_of(script: str) -> str | None:
 
 def _speculative_config(model: str, given: str | None, drafter: str | None, depth: str | None) -> dict | None:
     if given is not None:
-        try:
-            config = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise UserError(f"--speculative-config is not valid JSON ({error})") from None
-        if isinstance(config, dict) and isinstance(config.get("model"), str) and config.get("method", "eagle3") == "eagle3":
+        if drafter or depth:
+            raise UserError(SAID_TWICE)
+        config = json_object("--speculative-config", given)
+        if isinstance(config.get("model"), str) and config.get("method", "eagle3") == "eagle3":
             config["model"] = _plain(Speculation(config["model"]).resolve_drafter(model))
         return config
     found = Speculation(drafter or "auto").resolve_drafter(model)
     if found is None or (drafter is None and found == "ngram" and model not in BUILT_INS):
         return None
-    tokens = int(depth) if depth and depth.isdigit() else FIXED_DEPTH
+    policy = DepthPolicy.parse(depth or "auto")
+    tokens = FIXED_DEPTH if policy.threshold else policy.limit  # vLLM drafts to one depth
     if found == "ngram":
         return {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     return {"method": "eagle3", "model": _plain(found), "num_speculative_tokens": tokens}

@@ -242,7 +242,11 @@ def test_an_engine_that_is_not_there_is_skipped_and_said(folders, tmp_path):
 
 
 FAKE_VLLM = """
+import importlib.util
 from types import SimpleNamespace as Thing
+for name in ("datasets", "kernels"):
+    found = importlib.util.find_spec(name)
+    assert found is None or "fledge" not in found.origin, f"{name} is ours"
 __version__ = "0.0-fake"
 class SamplingParams:
     def __init__(self, **options): self.options = options

@@ -49,6 +49,8 @@ def test_a_limit_is_spread_over_the_category(tmp_path):
         ({"id": 1, "turns": []}, "line 1"),
         ({"id": 1, "turns": ["a", " "]}, "empty"),
         (["a"], "expected"),
+        ({"id": 1, "turns": 5}, "expected"),
+        ({"id": 1, "turns": {"a": "b"}}, "expected"),
         ({"id": 1, "turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"]}, "preparation script"),
     ],
 )
@@ -61,6 +63,9 @@ def test_mistakes_are_named(tmp_path):
     (tmp_path / "bad.jsonl").write_text("{not json\n")
     with pytest.raises(UserError, match=r"bad\.jsonl, line 1"):
         load_items(str(tmp_path / "bad.jsonl"))
+    (tmp_path / "latin.jsonl").write_bytes('{"turns": ["Übung"]}'.encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.jsonl: cannot be read"):
+        load_items(str(tmp_path / "latin.jsonl"))
     with pytest.raises(UserError, match="was not found"):
         load_items("./nowhere")
     (tmp_path / "empty").mkdir()

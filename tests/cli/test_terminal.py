@@ -82,6 +82,9 @@ def test_help_lists_the_exit_codes(monkeypatch, capsys):
         (["models", "--nonsense"], 2),
         (["make"], 2),
         (["serve", "--nonsense"], 2),
+        (["bench", "--repeats", "0"], 2),
+        (["bench", "--limit", "-1"], 2),
+        (["bench-serve", "http://x", "--data", "builtin", "--num-prompts", "-1"], 2),
     ],
 )
 def test_exit_codes(monkeypatch, capsys, arguments, wanted):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fledge import LLM, SamplingParams
-from fledge.bench.builtin import BUILT_IN
+from fledge.bench.datasets import load_items
 from fledge.bench.runs import network_bytes
 from fledge.engine.build import Speculation, build_engine, fit
 from fledge.errors import UserError
@@ -102,7 +102,7 @@ def test_real_model(smollm2_folder, quantization):
 
     def answers(drafter: str, name: str) -> list[list[int]]:
         llm = LLM("smollm2-135m", drafter, quantization=name)
-        prompts = [llm.chat_prompt([{"role": "user", "content": item.turns[0]}]) for item in BUILT_IN[:6]]
+        prompts = [llm.chat_prompt([{"role": "user", "content": item.turns[0]}]) for item in load_items("builtin")[:6]]
         return [done.token_ids for done in llm.generate(prompts, params)]
 
     quantised = answers("none", quantization)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fledge import LLM, SamplingParams, TreeShape
-from fledge.bench.builtin import BUILT_IN
+from fledge.bench.datasets import load_items
 from fledge.engine.build import keeps_blocks
 from fledge.engine.config import EngineConfig
 from fledge.errors import UserError
@@ -17,7 +17,7 @@ PARAMS = SamplingParams(max_tokens=TOKENS, temperature=0)
 
 
 def answers(llm: LLM) -> list[list[int]]:
-    prompts = [llm.chat_prompt([{"role": "user", "content": item.turns[0]}]) for item in BUILT_IN[:20]]
+    prompts = [llm.chat_prompt([{"role": "user", "content": item.turns[0]}]) for item in load_items("builtin")[:20]]
     return [done.token_ids for done in llm.generate(prompts, PARAMS)]
 
 

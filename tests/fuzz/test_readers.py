@@ -28,9 +28,8 @@ from fledge.config import ModelConfig
 from fledge.engine.stop_strings import StopMatcher
 from fledge.errors import RequestError, UserError
 from fledge.families import FAMILIES as SUPPORTED
-from fledge.serving.json_checks import check_json
 from fledge.serving.json_schema import supported_schema
-from fledge.serving.limits import Limits
+from fledge.serving.limits import Limits, check_json
 from fledge.serving.message import MessageParser
 from fledge.serving.reasoning import REASONING_PARSERS
 from fledge.serving.tool_parsers import TOOL_PARSERS

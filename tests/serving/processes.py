@@ -29,7 +29,7 @@ class ServerProcess:
             self.port = port or probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed when the block is left)
-        command = [sys.executable, "-m", "fledge.serving", *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
+        command = [sys.executable, "-m", "fledge", "serve", *arguments, "--host", "127.0.0.1", "--port", str(self.port)]
         self.process = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT, env=dict(os.environ))
         self.wait, self.timeout = wait, timeout
 

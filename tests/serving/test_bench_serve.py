@@ -124,6 +124,17 @@ def test_a_stream_that_arrives_at_once_does_not_make_its_reader_fast() -> None:
     assert LoadReport(1, 2.0, [half], Acceptance()).per_user_tokens_per_second == pytest.approx(50)
 
 
+def test_metrics_that_fail_at_the_end_are_no_negative_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([Acceptance(5.0, 10.0, 7.0, (4.0, 3.0)), None])
+
+    async def read(_: Any) -> Acceptance | None:
+        return next(answers)
+
+    monkeypatch.setattr("fledge.bench.load.read_acceptance", read)
+    report = asyncio.run(run_level(LoadSettings("http://127.0.0.1:9", model="m"), [], 1))
+    assert report.acceptance == Acceptance()
+
+
 def test_events_of_one_read_arrive_together() -> None:
     """A server that holds its events back and sends them in two bursts, 0.2 s apart."""
 
@@ -189,6 +200,20 @@ def test_a_null_error_is_none() -> None:
     for end in (DONE, DONE.strip()):
         sample = read_stream(0.0, [(1.0, text), (2.0, USAGE + end)])
         assert (sample.error, sample.completion_tokens, sample.first_token_seconds) == (None, 1, 1.0)
+
+
+def test_a_stream_may_have_no_space_after_the_colon() -> None:
+    text = b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n' + USAGE
+    for end in (DONE, DONE.strip()):
+        sample = read_stream(0.0, [(1.0, (text + end).replace(b"data: ", b"data:"))])
+        assert (sample.error, sample.completion_tokens) == (None, 1)
+
+
+def test_a_client_process_asks_nothing_when_the_others_have_failed() -> None:
+    task = pickle.dumps((LoadSettings("http://127.0.0.1:9"), [[{"role": "user", "content": "x"}]], 1))
+    command = [sys.executable, "-m", "fledge.bench.load_client"]
+    done = subprocess.run(command, input=task, capture_output=True, timeout=60)  # its input ends without "go"
+    assert (done.returncode, done.stdout) == (1, b"ready\n")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e308, "x", None])
@@ -291,6 +316,17 @@ def test_acceptance_is_read_from_prometheus_text() -> None:
     assert found.length == pytest.approx(1 + 30 / 20)
     assert found.by_position == pytest.approx([0.75, 0.75])
     assert Acceptance.parse("").length is None
+
+
+def test_the_commit_is_not_that_of_a_repository_around_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    for words in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "site-packages").mkdir()
+    monkeypatch.setattr("fledge.bench.provenance.ROOT", tmp_path / "site-packages")
+    assert provenance()["commit"] is None
+    monkeypatch.setattr("fledge.bench.provenance.ROOT", tmp_path)
+    assert provenance()["commit"]
 
 
 def test_serve_passes_everything_on() -> None:

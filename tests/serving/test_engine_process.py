@@ -205,7 +205,18 @@ def test_http_processes_have_no_torch(server: ServerProcess) -> None:
 
 
 def test_a_port_is_not_shared_with_another_server(server: ServerProcess, tiny_folder: Path) -> None:
-    words = [sys.executable, "-m", "fledge.serving", str(tiny_folder), *APART, "--api-workers", "2", "--port", str(server.port)]
+    words = [
+        sys.executable,
+        "-m",
+        "fledge",
+        "serve",
+        str(tiny_folder),
+        *APART,
+        "--api-workers",
+        "2",
+        "--port",
+        str(server.port),
+    ]
     second = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert second.returncode == 1
     assert "cannot listen" in second.stderr

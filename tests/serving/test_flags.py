@@ -18,9 +18,8 @@ from fledge.serving import server
 from fledge.serving.build import quantization_of
 from fledge.serving.flag_parser import OF_VLLM, human_int
 from fledge.serving.flag_parser import parser as flag_parser
-from fledge.serving.flags import ServeFlags, parse
+from fledge.serving.flags import ServeFlags, chosen_engine, parse
 from fledge.serving.foreign_flags import LLAMA_CPP, MAY_BE, REFUSED, SAME, SGLANG
-from fledge.serving.launch import chosen_engine
 from fledge.serving.limits import Limits
 from fledge.serving.logs import _is_news
 
@@ -88,6 +87,12 @@ def test_keys_of_json_flags_may_be_dotted() -> None:
         (["--port", "many"], ["--port"]),
         (["a", "--model", "b"], ["two models"]),
         (["--api-key", ""], ["--api-key"]),
+        (["--log-interval", "0"], ["--log-interval", "at least"]),
+        (["--log-interval", "nan"], ["--log-interval", "at least"]),
+        (["--idle-timeout", "inf"], ["--idle-timeout", "finite"]),
+        (["--max-model-len", "inf"], ["--max-model-len", "not a number"]),
+        (["--tree-width", "0"], ["width of 1"]),
+        (["--speculative-config", '{"model":5}'], ["'model'", "5"]),
     ],
 )
 def test_refusals_name_the_flag_and_the_way_out(arguments: list[str], words: list[str]) -> None:
@@ -207,6 +212,12 @@ def test_a_tree_is_drafted_by_its_switch_or_its_shape() -> None:
         return None if found is None else (found.width, found.nodes)
 
     assert (tree(), tree("--tree"), tree("--tree-nodes", "20")) == (None, (4, 12), (4, 20))
+
+
+def test_no_drafted_tokens_are_not_taken_for_the_default() -> None:
+    """The engine refuses a depth of 0; it must come to know of it."""
+    config = '{"method": "ngram", "num_speculative_tokens": 0}'
+    assert parse(["--speculative-config", config]).speculative_config.speculation.depth == 0
 
 
 def test_the_method_of_a_quantised_checkpoint_may_be_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def test_the_drift_probe_is_exported_by_step_and_the_log_line_says_what_happened
     config = EngineConfig(device="cpu", dtype="float32", max_num_seqs=2, kv_cache_tokens=512, threads=1)
     engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3).fixed_depth(), config)
     metrics = Metrics("tiny")
-    metrics.watch(engine)
+    metrics.engine = engine
     metrics.probe = LiveProbe(engine.drafter, every=2)
     before = metrics._snapshot()
     request = engine.add_request([1, 2, 3, 4], SamplingParams(max_tokens=24, temperature=0, ignore_eos=True))
@@ -41,7 +41,7 @@ def test_the_drift_guard_is_exported_and_named_in_the_log_line_when_it_acts() ->
     config = EngineConfig(device="cpu", dtype="float32", max_num_seqs=2, kv_cache_tokens=512, threads=1)
     engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(tiny_drafter_config(draft_vocab_size=64)), 4), config)
     metrics = Metrics("tiny")
-    metrics.watch(engine)
+    metrics.engine = engine
     before = metrics._snapshot()
     assert "drift guard" not in metrics._line(before, metrics._snapshot(), 1.0)
     guard = engine.controller.guard
@@ -62,5 +62,5 @@ def test_the_drift_guard_is_exported_and_named_in_the_log_line_when_it_acts() ->
     assert value("outside_vocabulary_share") == engine.drafter.coverage.share > 0
     assert "drift guard: 2 shortened, 1 now short" in metrics._line(before, metrics._snapshot(), 1.0)
     plain = Metrics("plain")
-    plain.watch(build_engine(tiny_decoder(), Speculation("none"), config))
+    plain.engine = build_engine(tiny_decoder(), Speculation("none"), config)
     assert b"drift_guard" not in plain.render()

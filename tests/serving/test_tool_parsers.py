@@ -12,7 +12,7 @@ from fledge.serving.json_schema import supported_schema
 from fledge.serving.message import MessageParser
 from fledge.serving.tool_parsers import TOOL_PARSERS
 from fledge.serving.tool_parsers.forced import NamedParser, RequiredParser, required_schema
-from fledge.serving.tool_parsers.qwen3_coder import typed
+from fledge.serving.tool_parsers.tagged_formats import typed
 
 WEATHER = ("get_weather", {"city": 'Paris, "France" }{ é', "days": 3, "nested": {"a": [1, {"b": "]"}]}})
 CLOCK = ("now", {})

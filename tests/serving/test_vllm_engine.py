@@ -71,7 +71,7 @@ def test_the_process_becomes_vllms(tmp_path: Path) -> None:
     )
     environment = {**os.environ, vllm_engine.PYTHON_VARIABLE: sys.executable}
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    words = [sys.executable, "-m", "fledge.serving", "org/model", "--engine", "vllm", "--tensor-parallel-size", "2"]
+    words = [sys.executable, "-m", "fledge", "serve", "org/model", "--engine", "vllm", "--tensor-parallel-size", "2"]
     with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pid, *arguments = process.stdout.readline().split()
@@ -166,3 +166,16 @@ def test_a_missing_vllm_is_told_with_the_way_to_install_it(
     monkeypatch.setenv(vllm_engine.PYTHON_VARIABLE, str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="nowhere cannot be run"):
         vllm_engine._interpreter()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--drafter", "ngram", "--depth", "many"], "depth"),
+        (["--drafter", "ngram", "--speculative-config", '{"method": "ngram"}'], "--drafter"),
+        (["--speculative-config", "[]"], "JSON object"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(fake_vllm: str, words: list[str], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        vllm_engine.command(["org/model", *words])

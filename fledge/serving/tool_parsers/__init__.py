@@ -1,12 +1,9 @@
 """How models write tool calls, by the names that vLLM gives the formats."""
 
 from fledge.serving.tool_parsers.base import ToolParser
-from fledge.serving.tool_parsers.hermes import HermesParser
-from fledge.serving.tool_parsers.kimi_k2 import KimiK2Parser
-from fledge.serving.tool_parsers.llama3_json import Llama3JsonParser
-from fledge.serving.tool_parsers.marked_json import MistralParser, Phi4Parser
+from fledge.serving.tool_parsers.json_formats import HermesParser, Llama3JsonParser, MistralParser, Phi4Parser
 from fledge.serving.tool_parsers.pythonic import PythonicParser
-from fledge.serving.tool_parsers.qwen3_coder import Qwen3CoderParser
+from fledge.serving.tool_parsers.tagged_formats import KimiK2Parser, Qwen3CoderParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,

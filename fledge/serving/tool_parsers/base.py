@@ -1,4 +1,4 @@
-"""What every tool parser offers, and the JSON call that most formats share.
+"""What every tool parser offers, the search for markers, and the JSON call that most formats share.
 
 A parser takes text as it comes and gives events; a whole text is the case of one piece. So what is streamed and what is
 answered at once are the same by construction.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +72,25 @@ class ToolParser:
 
 def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
+
+
+def before_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
+    """Finds the first marker in text that is still coming: (text before the first marker, the marker, what follows it).
+
+    Without a marker, what may turn out to be the beginning of one is held back as the last part: `a <th` gives
+    (`a `, ``, `<th`).
+    """
+    found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
+    if found:
+        at, marker = min(found)
+        return text[:at], marker, text[at + len(marker) :]
+    held = 0
+    for marker in markers:
+        for size in range(min(len(marker) - 1, len(text)), held, -1):
+            if text.endswith(marker[:size]):
+                held = size
+                break
+    return text[: len(text) - held], "", text[len(text) - held :]
 
 
 class JsonCall:
