@@ -529,7 +529,7 @@ def test_a_step_is_compiled_at_the_start_where_that_is_possible(learning_engine,
         learner.candidate.objective = learner.candidate.build_objective(compiled=True)
     list(learner.warm_up())
     assert len(compiled) == 3  # unrolled drafter, loss, target's distribution
-    assert learner.candidate.objective.settings.compile
+    assert learner.candidate.objective.is_compiled
     assert all(torch.equal(value, before[name]) for name, value in weights_of(learner.candidate.master).items())
 
     def fail(*_):
@@ -537,7 +537,7 @@ def test_a_step_is_compiled_at_the_start_where_that_is_possible(learning_engine,
 
     monkeypatch.setattr(learner.candidate.objective, "unroll", fail)
     list(learner.warm_up())
-    assert not learner.candidate.objective.settings.compile
+    assert not learner.candidate.objective.is_compiled
     assert "torch.compile failed (a test" in caplog.text
     assert learner.counts.steps == 0  # of the warm-up
 
