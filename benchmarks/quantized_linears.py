@@ -21,17 +21,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fledge.kernels.formats.fp8 import quantize_fp8
+from fledge.kernels.formats.fp8 import quantize_fp8, read_fp8
 from fledge.kernels.linear.dispatch import case_of, linear
 from fledge.kernels.linear.reference import Norm
 from fledge.kernels.linear.register_stream import register_stream
 from fledge.kernels.linear.summation import CHUNK, Summation
-from fledge.kernels.linear.tiles import Tile, tiled_linear
+from fledge.kernels.linear.tiles import CODES_SPLIT, Tile, tiled_linear
 from fledge.kernels.quantization import QuantizedWeight, kept_fp8, quantize
 
 ROOT = Path(__file__).parents[1]
 TESTS = "tests/kernels/test_linear.py"
-ROWS, FORMATS = (1, 4, 16, 64), ("bf16", "fp8", "int8", "int4")
+ROWS, FORMATS = (1, 4, 8, 16, 32, 64), ("bf16", "fp8", "fp8 in blocks", "int8", "int4")
 SECONDS = 60.0  # for compiling and tests together; what runs longer is ended and reported
 # Of 8B: inputs, outputs of the weight, gated.
 LAYER = {
@@ -40,11 +40,14 @@ LAYER = {
     "gate_up": (4096, 28672, True),
     "down": (14336, 4096, False),
 }
-# What is tried. For few rows: `register_stream` with so many slices of the inputs, or a tile. A slice is a warp, and o of 8B in
-# one slice has two warps a multiprocessor. Other slices have other bits: what is faster has to change `summation`, for all
-# kernels. For some rows: a tile (outputs, rows, inputs, warps, stages).
-FEW = [(2,), (4,), (32, 16, 128, 4, 5), (32, 16, 256, 8, 4), (64, 16, 128, 4, 5), (64, 16, 256, 4, 4), (64, 16, 256, 8, 4)]
-SOME = [(64, 64, 128, 4, 4), (64, 64, 128, 8, 4), (128, 64, 64, 4, 4), (128, 64, 128, 8, 3)]
+# What is tried. For few rows: `register_stream` with so many slices of the inputs. A slice is a warp. Other slices have other
+# bits: what is faster has to change `summation`, for all kernels. For 32 rows: the stream, which reads codes twice, and tiles
+# (outputs, rows, inputs, warps, stages); for 64 tiles.
+FEW = [(2,), (4,), (8,)]
+SOME = {
+    32: [(8,), (64, 32, 64, 4, 3), (64, 32, 64, 4, 6), (64, 32, 128, 4, 3), (128, 32, 64, 8, 4)],
+    64: [(64, 64, 64, 4, 3), (64, 64, 64, 4, 6), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4), (128, 64, 64, 8, 4)],
+}
 CACHE_BYTES = 200 << 20  # of copies of a weight, so that the device's cache has none of them
 
 
@@ -64,6 +67,9 @@ def weight_of(format: str, name: str) -> Tensor | QuantizedWeight:
         return weight
     if format == "fp8":
         return kept_fp8(quantize_fp8(weight))
+    if format == "fp8 in blocks":
+        scales = torch.full((outputs // 128, size // 128), 0.01, device="cuda")
+        return kept_fp8(read_fp8((weight / 0.01).to(torch.float8_e4m3fn), scales, (128, 128)))
     return quantize(weight, 8) if format == "int8" else quantize(weight, 4, 128)
 
 
@@ -87,8 +93,8 @@ def call(job: Job, weight: Tensor | QuantizedWeight) -> Callable[[], Tensor]:
     if len(job.tile) == 1 and isinstance(weight, QuantizedWeight):
         order = Summation(job.tile[0], False, -(-size // (CHUNK * job.tile[0])) * CHUNK)
         return lambda: register_stream(x, weight, order=order, gated=gated)
-    tile = Tile(*job.tile)
-    return lambda: tiled_linear(x, weight, order=order, gated=gated, tile=tile, split=order.slices > 1)
+    tile, split = Tile(*job.tile), order.slices > 1 and outputs <= CODES_SPLIT
+    return lambda: tiled_linear(x, weight, order=order, gated=gated, tile=tile, split=split)
 
 
 def jobs(sweep: bool) -> Iterator[Job]:
@@ -98,7 +104,7 @@ def jobs(sweep: bool) -> Iterator[Job]:
                 yield Job(format, name, rows)
             if sweep and format != "bf16":
                 yield from (Job(format, name, rows, tile) for rows in (1, 16) for tile in FEW)
-                yield from (Job(format, name, 64, tile) for tile in SOME)
+                yield from (Job(format, name, rows, tile) for rows, tiles in SOME.items() for tile in tiles)
 
 
 def warm(part: int, parts: int, sweep: bool) -> None:
@@ -206,7 +212,7 @@ def main() -> None:
                 if job.tile is not None and took < best.get(key, (float("inf"), job))[0]:
                     best[key] = (took, job)
     print("µs a layer of 8B (4 linears with norm or residual), and times bf16's speed; share of 4.8 TB/s")
-    sizes = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0625, "int4": 0.5 + 4 / 128}
+    sizes = {"bf16": 2.0, "fp8": 1.0, "fp8 in blocks": 1.0 + 4 / 128, "int8": 1.0625, "int4": 0.5 + 4 / 128}
     weights_of_layer = sum(size * outputs for size, outputs, _ in LAYER.values())
     for rows in ROWS:
         whole = {format: sum(times[f"{format} {name} {rows} dispatched"] for name in LAYER) for format in FORMATS}
@@ -222,7 +228,7 @@ def main() -> None:
             + "; ".join(f"{name} {text}" for name, text in zip(LAYER, shown, strict=True))
         )
     for format in FORMATS[1:]:
-        for rows in (1, 16, 64):
+        for rows in (1, 16, 32, 64):
             shown = [
                 f"{name} {best[key][0]:.1f} {best[key][1].tile}" for name in LAYER if (key := (format, rows, name)) in best
             ]

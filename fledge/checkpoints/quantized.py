@@ -21,7 +21,7 @@ from fledge.checkpoints.tensors import TensorReader
 from fledge.errors import ModelError
 from fledge.kernels.formats.fp8 import Fp8Weight, read_fp8
 from fledge.kernels.formats.packed_int import IntWeight, read_awq, read_compressed, read_gptq
-from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight, kept_fp8
+from fledge.kernels.quantization import GROUP_SIZE, QuantizedLinear, QuantizedWeight, kept_fp8
 from fledge.models.decoder import Decoder
 
 PackedWeight = IntWeight | Fp8Weight
@@ -181,6 +181,8 @@ class PackedLinears:
         exact = None
         if weight is not None and self._keeps(owner, weight):
             exact = weight.exact() if isinstance(weight, IntWeight) else kept_fp8(weight)
+            if exact is not None and self.device.type == "cuda" and exact.group_size % GROUP_SIZE:
+                exact = None  # no product of tensor cores is as short as its groups
         if exact is not None:
             offsets = None if exact.offsets is None else exact.offsets.to(self.device)
             moved = replace(exact, codes=exact.codes.to(self.device), scales=exact.scales.to(self.device), offsets=offsets)

@@ -9,8 +9,8 @@
 A row's result does not depend on where its neighbours go: weights are the dot's first operand and rows the second, so other
 rows change other columns alone. Inputs are summed in one order; a row's pairs are added in the row's own order.
 
-Quantised experts are a `QuantizedWeight` with one dimension more, [E, O, …]; they become what `dequantize` gives in the
-activations' type, tile by tile (`linear.tile_codes`).
+Quantised experts are a `QuantizedWeight` with one dimension more, [E, O, …]. Their codes are multiplied as they are, and sums
+are scaled (`linear.codes`).
 
 Shapes: N rows, D hidden size, I an expert's inner size, E experts, K experts a row, P = N K pairs.
 """
@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fledge.kernels.linear.codes import Codes, add_product, scaled, units_of
 from fledge.kernels.linear.slice_sums import silu_times
-from fledge.kernels.linear.tile_codes import CodesShape, finished_step, kind_of_offsets, read_scales, read_weights
 from fledge.kernels.linear.tiles import weight_parts
 from fledge.kernels.quantization import GROUP_SIZE, QuantizedWeight
 from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
@@ -126,15 +126,17 @@ def experts_triton(
     return out
 
 
-def _operands(weight: Tensor | QuantizedWeight, inputs: int) -> tuple[Tensor, Tensor, Tensor, CodesShape]:
+def _operands(weight: Tensor | QuantizedWeight, inputs: int) -> tuple[Tensor, Tensor, Tensor, Codes]:
     """Codes, scales and offsets (any tensor where there are none), and the constant that says how to read them."""
     codes, scales, offsets, bits, group = weight_parts(weight)
     assert bits == 16 or group % GROUP_SIZE == 0
+    scales_slices = scales is not None and group == inputs and offsets is None
+    step = TILE_INPUTS if bits == 16 or scales_slices else math.gcd(group, TILE_INPUTS)
+    shape = Codes(inputs, bits, group, offsets is not None, scales_slices, step)
     scales = codes if scales is None else scales
     offsets = scales if offsets is None else offsets
     assert all(part.is_contiguous() for part in (codes, scales, offsets))
-    part = math.gcd(group, TILE_INPUTS)
-    return codes, scales, offsets, CodesShape(inputs, bits, group, part, kind_of_offsets(weight), TILE_INPUTS)
+    return units_of(codes, bits), scales, offsets, shape
 
 
 class Groups(NamedTuple):
@@ -260,6 +262,7 @@ def _expert_linear(
 ):
     INPUTS: tl.constexpr = CODES.size
     BLOCK_I: tl.constexpr = CODES.step
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     slot = tl.program_id(1)
     if slot >= tl.load(num_slots_ptr):
         return
@@ -284,27 +287,25 @@ def _expert_linear(
             x = tl.load(rows_ptr + k, mask=is_input[:, None] & is_row[None, :], other=0.0)
             mask = is_output[:, None] & is_input[None, :]
             if CODES.bits < 16:
-                sums = _add_product(sums, x, weight_ptr, scales_ptr, offsets_ptr, line, is_output, k, CODES)
+                parts = (weight_ptr, scales_ptr, offsets_ptr)
+                sums = add_product(sums, x, *parts, line, is_output, k, BLOCK_O, CODES, dtype)
                 if GATED:
-                    ups = _add_product(ups, x, weight_ptr, scales_ptr, offsets_ptr, line + OUTPUTS, is_output, k, CODES)
+                    ups = add_product(ups, x, *parts, line + OUTPUTS, is_output, k, BLOCK_O, CODES, dtype)
             else:
                 weight = tl.load(weights_ptr + k, mask=mask, other=0.0)
                 sums = tl.dot(weight, x, sums, input_precision="ieee")
                 if GATED:
                     up = tl.load(weights_ptr + OUTPUTS * INPUTS + k, mask=mask, other=0.0)
                     ups = tl.dot(up, x, ups, input_precision="ieee")
+        if CODES.scales_slices:
+            none = tl.zeros([BLOCK_O, BLOCK_R], tl.float32)
+            sums = scaled(sums, scales_ptr, line, is_output, 0, none, CODES)
+            if GATED:
+                ups = scaled(ups, scales_ptr, line + OUTPUTS, is_output, 0, none, CODES)
         to = out_ptr + pair[None, :] * OUTPUTS + output[:, None]
         if GATED:
-            sums = silu_times(sums, ups, x_ptr.dtype.element_ty)
+            sums = silu_times(sums, ups, dtype)
         tl.store(to, sums.to(out_ptr.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
-
-
-@jit
-def _add_product(sums, x, weight_ptr, scales_ptr, offsets_ptr, line, inside, start, CODES: tl.constexpr):
-    """Adds the product of a step's inputs x, from `start` on, and quantised weights to the sums [lines, rows]."""
-    scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, start, CODES)
-    w = read_weights(weight_ptr, scale, offset, line, inside, start, sums.shape[0], CODES, x.dtype)
-    return finished_step(tl.dot(w, x, sums, input_precision="ieee"))
 
 
 @jit

@@ -11,9 +11,9 @@ A weight [O, I] is cut into groups of G neighbouring inputs of one output row (G
                                         None:  value = (nibble - 8) * scale
                                         given: value = nibble * scale + offset
 
-All contiguous. Values are defined in fp32; a kernel may round them to the activations' type or apply the scale to a group's
-fp32 sum. These are GGUF's groups: at G = 32, Q8_0 is `8 bits`, Q4_0 `4 bits, no offsets`, Q4_1 `4 bits, offsets`, bit for bit.
-Rows may be permuted and concatenated freely, since groups lie within a row.
+All contiguous. Values are defined in fp32. The reference rounds them to the activations' type; kernels apply scales and offsets
+to fp32 sums. These are GGUF's groups: at G = 32, Q8_0 is `8 bits`, Q4_0 `4 bits, no offsets`, Q4_1 `4 bits, offsets`, bit for
+bit. Rows may be permuted and concatenated freely, since groups lie within a row.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class QuantizedWeight:
     offsets: Tensor | None
     bits: int
     group_size: int
-    offsets_fold: bool = False  # see `offsets_fold`; a kernel saves an instruction a weight, and no bit changes
 
     @property
     def format(self) -> str:
@@ -71,15 +70,7 @@ def quantize(weight_OI: Tensor, bits: int, group_size: int = GROUP_SIZE, *, offs
         codes = _codes(groups, scales, -8, 7) + 8
     nibbles = codes.to(torch.uint8).flatten(1)
     packed = nibbles[:, ::2] | nibbles[:, 1::2] << 4
-    return QuantizedWeight(packed, scales, lowest, 4, group_size, offsets_fold(scales, lowest))
-
-
-def offsets_fold(scales: Tensor, offsets: Tensor | None) -> bool:
-    """Whether fp32 holds all offsets less 128 scales: (128 + nibble) * scale + that, rounded once, is then the value."""
-    if offsets is None:
-        return False
-    folded = offsets.float() - 128 * scales.float()
-    return torch.equal(folded.double(), offsets.double() - 128 * scales.double())
+    return QuantizedWeight(packed, scales, lowest, 4, group_size)
 
 
 def rounded(weight_OI: Tensor, bits: int, group_size: int = GROUP_SIZE) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -150,7 +141,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None, order_I: Tensor | None = None) -> None:
         """`order`: the input that each column of the weight reads (GPTQ's act-order); None: its own."""
         super().__init__()
-        self.bits, self.group_size, self.offsets_fold = weight.bits, weight.group_size, weight.offsets_fold
+        self.bits, self.group_size = weight.bits, weight.group_size
         self.out_features, self.in_features = weight.scales.shape[0], weight.scales.shape[1] * weight.group_size
         self.register_buffer("codes", weight.codes)
         self.register_buffer("scales", weight.scales)
@@ -160,7 +151,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def quantized(self) -> QuantizedWeight:
-        return QuantizedWeight(self.codes, self.scales, self.offsets, self.bits, self.group_size, self.offsets_fold)
+        return QuantizedWeight(self.codes, self.scales, self.offsets, self.bits, self.group_size)
 
     @property
     def num_bytes(self) -> int:
@@ -193,7 +184,7 @@ def stacked_weights(linears: Sequence[QuantizedLinear]) -> QuantizedWeight | Non
     # Not every torch stacks float8.
     codes = torch.stack([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)
     scales = torch.stack([part.scales for part in parts])
-    return QuantizedWeight(codes, scales, offsets, first.bits, first.group_size, offsets_fold(scales, offsets))
+    return QuantizedWeight(codes, scales, offsets, first.bits, first.group_size)
 
 
 def quantize_linears(network: nn.Module, quantization: str, device: str | torch.device | None = None) -> None:

@@ -178,6 +178,10 @@ def _reshaped(x: Tensor, shape: list[int]) -> Tensor:
     return out
 
 
+def _smaller(x: Tensor | int, y: Tensor | int) -> Tensor | int:
+    return min(x, y) if isinstance(x, int) and isinstance(y, int) else torch.minimum(torch.as_tensor(x), torch.as_tensor(y))
+
+
 def _language(program: list[int], grid: tuple[int, ...]) -> SimpleNamespace:
     def no_layout(*_: object, **__: object) -> None:
         return None
@@ -193,7 +197,9 @@ def _language(program: list[int], grid: tuple[int, ...]) -> SimpleNamespace:
         static_assert=lambda condition: None,
         program_id=program.__getitem__,
         num_programs=grid.__getitem__,
-        minimum=min,
+        minimum=_smaller,
+        bfloat16=torch.bfloat16,
+        join=lambda x, y: torch.stack([x, y], -1),
         to_tensor=lambda number: number,
         arange=lambda start, end, layout: torch.arange(start, end),
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),

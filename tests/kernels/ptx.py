@@ -50,14 +50,20 @@ def _bits(number: float) -> np.uint32:
     return np.float32(number).view(np.uint32)
 
 
-def _fma(a: np.uint32, b: np.uint32, c: np.uint32) -> np.uint32:
-    """Rounded once: float64 holds products of float32, and these sums, without rounding."""
-    return _bits(np.float64(a.view(np.float32)) * np.float64(b.view(np.float32)) + np.float64(c.view(np.float32)))
-
-
 def _pair(high: np.uint32, low: np.uint32) -> np.uint32:
     halves = torch.tensor(as_floats([low, high])).bfloat16().view(torch.int16).numpy()
     return np.ascontiguousarray(halves).view(np.uint32)[0]
+
+
+def _less(a: np.uint32, b: np.uint32) -> np.uint32:
+    halves = [torch.tensor(np.array([x], dtype=np.uint32).view(np.int16)).view(torch.bfloat16) for x in (a, b)]
+    return (halves[0] - halves[1]).view(torch.int16).numpy().view(np.uint32)[0]
+
+
+def _looked_up(a: np.uint32, b: np.uint32, c: np.uint32, table: np.uint32) -> np.uint32:
+    """Any function of three bits: bit 4 a + 2 b + c of the table."""
+    bits = [(int(a) >> i & 1) << 2 | (int(b) >> i & 1) << 1 | int(c) >> i & 1 for i in range(32)]
+    return np.uint32(sum((int(table) >> bit & 1) << i for i, bit in enumerate(bits)))
 
 
 def _from_fp8(codes: np.uint16) -> np.uint32:
@@ -68,11 +74,13 @@ def _from_fp8(codes: np.uint16) -> np.uint32:
 _OPERATIONS = {
     "xor.b32": np.bitwise_xor,
     "and.b32": np.bitwise_and,
+    "or.b32": np.bitwise_or,
     "shr.u32": np.right_shift,
+    "shl.b32": np.left_shift,
+    "lop3.b32": _looked_up,
+    "mov.b32": lambda x: x,
+    "sub.rn.bf16x2": _less,
     "prmt.b32": _permuted,
-    "sub.rn.f32": lambda a, b: _bits(a.view(np.float32) - b.view(np.float32)),
-    "mul.rn.f32": lambda a, b: _bits(a.view(np.float32) * b.view(np.float32)),
-    "fma.rn.f32": _fma,
     "cvt.rn.bf16x2.f32": _pair,
     "cvt.rn.f16x2.e4m3x2": _from_fp8,
     "cvt.u32.u16": lambda half: np.uint32(int(half) & 0xFFFF),

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from fledge.kernels.linear import register_mma, register_stream, staged_mma, tma_tiles
+from fledge.kernels.linear.codes import units_of
 from fledge.kernels.linear.mma_fragments import Shape
 from fledge.kernels.linear.staged_mma import LaunchConfig
-from fledge.kernels.linear.summation import Summation
-from fledge.kernels.quantization import dequantize
+from fledge.kernels.linear.summation import Summation, inputs_of_a_sum
+from fledge.kernels.quantization import unpacked
 from tests.kernels.gluon_in_torch import Count, Descriptor, run
 from tests.kernels.test_linear import SURROUNDINGS, plain, some_case
 
@@ -52,7 +51,7 @@ def test_register_mma(surroundings, rows):
     x, weight, parts, eps, out, constants, wanted = tensors(surroundings, rows)
     constants |= mma_constants(surroundings, weight, 8, 16)
     grid = (-(-rows // 8), -(-OUTPUTS // 16))
-    run(register_mma._register_mma, grid, x, weight, x, x, *parts, out, rows, eps, **constants)
+    run(register_mma._register_mma, grid, x, weight, *parts, out, rows, eps, **constants)
     torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
 
 
@@ -63,17 +62,34 @@ def product_in_order(w, x, total):
     return total
 
 
-def weights_of(codes, scale, offset, shape):
-    """Of int8 codes, which lie in memory as floats here."""
-    return (codes * scale.float()[..., None]).bfloat16().flatten(1)
+def nibbles_of(units):
+    """Four codes of each unit of 16 bits, which lie in memory as floats here."""
+    words = units.int() & 0xFFFF
+    return torch.stack([words >> 4 * i & 15 for i in range(4)], -1).flatten(-2)
+
+
+def weights_of(codes, shape):
+    if shape.bits == 4:
+        codes = nibbles_of(codes) - (0 if shape.has_offsets else 8)
+    return codes.bfloat16()
 
 
 def in_order(x, weight, bias, gated, residual_MO, order):
     """What `summation` says, with the roundings of `tiles`."""
-    sums = torch.zeros(len(weight), len(x))
-    for first in range(0, x.shape[1], order.slice_inputs):
-        some = slice(first, first + order.slice_inputs)
-        sums += product_in_order(weight[:, some], x[:, some].t(), torch.zeros_like(sums))
+    size, part = x.shape[1], inputs_of_a_sum(order, weight)
+    codes, scales = unpacked(weight).bfloat16(), weight.scales.float()
+    sums = torch.zeros(len(codes), len(x))
+    for first in range(0, size, order.slice_inputs):
+        total = torch.zeros_like(sums)
+        for start in range(first, min(first + order.slice_inputs, size), part):
+            some, group = slice(start, min(start + part, size)), start // weight.group_size
+            found = product_in_order(codes[:, some], x[:, some].t(), torch.zeros_like(sums))
+            total = found * scales[:, group, None] + total
+            if weight.offsets is not None:
+                ones = torch.ones_like(codes[:, some])
+                inputs = product_in_order(ones, x[:, some].t(), torch.zeros_like(sums))
+                total = inputs * weight.offsets.float()[:, group, None] + total
+        sums += total
     out = sums.t() if bias is None else sums.t() + bias.float()
     if gated:
         gate, up = out.bfloat16().float().chunk(2, 1)
@@ -82,9 +98,10 @@ def in_order(x, weight, bias, gated, residual_MO, order):
 
 
 @pytest.mark.parametrize("slices", [1, 2, 4])
-@pytest.mark.parametrize("rows", [1, 5, 8, 9, 16])
+@pytest.mark.parametrize("rows", [1, 5, 8, 9, 16, 19])
 @pytest.mark.parametrize("surroundings", ["nothing", "residual", "all with bias"])
-def test_register_stream(surroundings, rows, slices, monkeypatch):
+@pytest.mark.parametrize("format", ["int8", "int4", "int4 with offsets", "fp8"])
+def test_register_stream(format, surroundings, rows, slices, monkeypatch):
     """Slices of 384 inputs, 192 (in steps of 64) and 128; with four of them the last is empty."""
 
     class InTorch:
@@ -99,18 +116,20 @@ def test_register_stream(surroundings, rows, slices, monkeypatch):
     no_layouts = dict.fromkeys(("CODES_LAYOUT", "X_LAYOUT", "COPY_LAYOUT", "SHARED_LAYOUT"))
     monkeypatch.setattr(register_stream, "_register_stream", InTorch())
     monkeypatch.setattr(register_stream, "layouts", lambda *_: no_layouts)
+    monkeypatch.setattr(register_stream, "units_of", lambda codes, bits: units_of(codes, bits).float())
     size = 384
-    x, weight, bias, _, gated, residual = some_case(size, OUTPUTS, rows, surroundings, "cpu", "int8", torch.bfloat16)
+    x, weight, bias, _, gated, residual = some_case(size, OUTPUTS, rows, surroundings, "cpu", format, torch.bfloat16)
     order = Summation(slices, False, -(-size // (64 * slices)) * 64)
-    as_floats = replace(weight, codes=weight.codes.float())
     options = {"order": order, "gated": gated, "residual_MO": residual}
-    found = register_stream.register_stream(x, as_floats, bias, **options)
-    exact = dequantize(weight, torch.bfloat16)
+    found = register_stream.register_stream(x, weight, bias, **options)
     assert found.dtype == torch.bfloat16
     limit = 0.0 if not gated else 2**-5  # a CPU's exp may differ in the last place
-    torch.testing.assert_close(found, in_order(x, exact, bias, **options), rtol=limit, atol=limit)
-    other = in_order(x, exact, None, False, None, order._replace(slice_inputs=512 if slices > 1 else 64))
-    assert not torch.equal(other, in_order(x, exact, None, False, None, order)), "the order would not matter"
+    torch.testing.assert_close(found, in_order(x, weight, bias, **options), rtol=limit, atol=limit)
+    if format == "fp8":  # whose slices are long sums
+        plainly = {"gated": False, "residual_MO": None}
+        other = order._replace(slice_inputs=512 if slices > 1 else 64)
+        right = in_order(x, weight, None, order=order, **plainly)
+        assert not torch.equal(in_order(x, weight, None, order=other, **plainly), right), "the order would not matter"
 
 
 # A gated weight keeps no sums in memory, and one slice has none to keep.

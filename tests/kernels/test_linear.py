@@ -17,7 +17,7 @@ from fledge.kernels.linear.dispatch import Case, Shape, choose_kernel, linear, t
 from fledge.kernels.linear.reference import Norm, linear_reference
 from fledge.kernels.linear.register_mma import register_mma
 from fledge.kernels.linear.staged_mma import CONFIGS, LaunchConfig, programs_at_once, staged_mma
-from fledge.kernels.linear.summation import Summation
+from fledge.kernels.linear.summation import Summation, inputs_of_a_sum
 from fledge.kernels.linear.tiles import LARGE, SMALL, Tile, choose_tile, tiled_linear
 from fledge.kernels.linear.tma_tiles import MEMORY, PROGRAMS, REGISTERS, supports_wgmma, tma_tiles
 from fledge.kernels.linear.tma_tiles import LaunchConfig as TmaConfig
@@ -110,7 +110,7 @@ test_tiles.pytestmark += runs_triton
 
 
 @pytest.mark.parametrize("split", [True, False])
-@pytest.mark.parametrize("group", [8, 96, 128, 256])
+@pytest.mark.parametrize("group", [32, 96, 128, 256])
 @pytest.mark.parametrize("format", ["int8", "int4 with offsets"])
 def test_groups_of_any_size(format, group, split):
     """Quantised checkpoints have groups that reach from one slice into the next."""
@@ -130,7 +130,8 @@ def test_tiles_by_rows():
     assert choose_tile(16, 4096, one, 16, memory)[0].rows == 16
     assert choose_tile(64, 28672, one, 16, memory)[0].outputs == 128
     assert choose_tile(16, 4096, two, 16, memory) == (tiles_module.BESIDE[2], False)
-    assert choose_tile(16, 4096, two, 4, memory)[1], "quantised slices are programs of their own"
+    assert choose_tile(17, 4096, four, 4, memory)[1], "quantised slices are programs of their own"
+    assert not choose_tile(17, 28672, four, 4, memory)[1], "where there are few outputs"
     assert choose_tile(200, 960, four, 16, memory) == (SMALL, False)
     assert choose_tile(200, 4096, two, 16, memory) == (LARGE, True)
     assert choose_tile(512, 4096, two, 16, memory) == (LARGE, False)
@@ -179,6 +180,28 @@ def test_slices_follow_from_the_weight_alone(monkeypatch):
     ]
 
 
+def test_slices_of_quantised_weights():
+    """More of them, whatever the device and the type: a head has one, so that its logits need not be written."""
+    sizes = [(576, 960, False), (4096, 6144, False), (4096, 28672, True), (14336, 4096, False), (4096, 128256, False)]
+    for dtype, device in ((torch.bfloat16, CARD), (torch.float32, torch.device("cpu"))):
+        found = [summation.summation(*size, dtype, device, gated=gated, quantised=True) for *size, gated in sizes]
+        assert [tuple(order) for order in found] == [
+            (4, False, 192),
+            (8, False, 512),
+            (4, False, 1024),
+            (8, False, 1792),
+            (1, False, 4096),
+        ]
+
+
+def test_inputs_of_a_sum():
+    """All of a slice where they share a scale, else what a step has of a group."""
+    weights = {group: quantize(torch.zeros(1, 768), 8, group) for group in (32, 96, 128, 256, 768)}
+    assert [inputs_of_a_sum(Summation(4, False, 192), weight) for weight in weights.values()] == [32, 32, 64, 64, 192]
+    assert [inputs_of_a_sum(Summation(2, False, 384), weight) for weight in weights.values()] == [32, 32, 128, 128, 384]
+    assert inputs_of_a_sum(Summation(2, False, 384), quantize(torch.zeros(1, 768), 4, 768)) == 128, "offsets, too"
+
+
 def kernels(rows, inputs, outputs, format="plain", gated=False, group_size=1):
     sizes = (inputs, outputs, format, torch.bfloat16, CARD, gated, group_size)
     return [choose_kernel(Case(count, *sizes))[0] for count in rows]
@@ -194,10 +217,9 @@ def test_kernels_by_size(monkeypatch):
     assert kernels((1, 64, 65, 2048), 576, 960) == ["register_mma", "register_mma", "tiles", "tiles"]
     assert kernels((16, 17, 64, 65), 576, 3072, gated=True) == ["register_mma", "staged_mma", "staged_mma", "tiles"]
     assert kernels((16, 17, 256), 1536, 2048) == ["register_mma", "tiles", "tiles"]
-    assert kernels((16, 17), 576, 960, "int8", group_size=32) == ["register_mma", "register_mma"]
-    assert kernels((65,), 576, 960, "int8", group_size=32) == ["tiles"]
-    assert kernels((1, 8, 9, 2048), 4096, 28672, "int4", True, 128) == ["register_stream"] * 2 + ["tiles"] * 2
-    assert kernels((1, 17), 576, 960, "fp8", group_size=576) == ["register_mma"] * 2
+    assert kernels((16, 17), 576, 960, "int8", group_size=32) == ["register_stream", "tiles"]
+    assert kernels((1, 16, 17, 2048), 4096, 28672, "int4", True, 128) == ["register_stream"] * 2 + ["tiles"] * 2
+    assert kernels((1, 17), 576, 960, "fp8", group_size=576) == ["register_stream", "tiles"]
     assert kernels((1,), 4096, 4096, "int8", group_size=16) == ["tiles"]
     assert kernels((1, 511, 512), 14336, 4096) == ["tiles", "tiles", "cublas"]
 
@@ -232,7 +254,7 @@ def test_measured_forms_come_first(monkeypatch):
     case = Case(1, 576, 960, "plain", torch.bfloat16, CARD)
     found = [dispatch.choose_kernel(case._replace(rows=rows)) for rows in (16, 17, 65)]
     assert found == [("register_mma", (8, 1)), ("tiles", (64, 64, 64, 4, 4, 0)), ("tiles", ())]
-    assert dispatch.choose_kernel(case._replace(format="int8", group_size=32)) == ("register_mma", ())
+    assert dispatch.choose_kernel(case._replace(format="int8", group_size=32)) == ("register_stream", ())
     with monkeypatch.context() as other_card:
         other_card.setattr(dispatch, "multiprocessors", lambda device: 114)
         assert dispatch.choose_kernel(case._replace(rows=16)) == ("register_mma", ())
@@ -258,7 +280,7 @@ def test_the_table_for_people(monkeypatch):
     shapes = [Shape("qkv", 576, 960), Shape("gate_up", 576, 30720, "int8", True, 32)]
     assert table(CARD, shapes, rows=(1, 512)) == [
         {"linear": "qkv", "K": 576, "N": 960, "format": "plain", "slices": 4, "1 rows": "tiles", "512 rows": "cublas"},
-        {"linear": "gate_up", "K": 576, "N": 30720, "format": "int8", "slices": 1, "1 rows": "tiles", "512 rows": "tiles"},
+        {"linear": "gate_up", "K": 576, "N": 30720, "format": "int8", "slices": 4, "1 rows": "tiles", "512 rows": "tiles"},
     ]
     assert table(torch.device("cpu"), shapes[:1], rows=(1,))[0]["1 rows"] in ("native", "torch")
 
@@ -267,8 +289,8 @@ WEIGHTS = [(576, 960), (576, 576), (1536, 576), (1536, 2048), (8960, 1536), (409
 
 
 # Plain weights in all surroundings. Quantised ones in the first and the last of them (nothing; everything, gated), of five
-# shapes: narrow, narrow and long, wide, wide and long (two slices), very wide.
-QUANTISED = [(576, 960), (8960, 1536), (4096, 4096), (14336, 4096), (576, 30720)]
+# shapes: few inputs, slices that are not full, eight slices, long ones, a head.
+QUANTISED = [(576, 960), (8960, 1536), (4096, 4096), (14336, 4096), (576, 32000)]
 CASES = [("plain", *weight, what) for weight in WEIGHTS for what in SURROUNDINGS]
 CASES += [
     (format, *weight, what) for format in FORMATS[1:] for weight in QUANTISED for what in (SURROUNDINGS[0], SURROUNDINGS[-1])
@@ -282,7 +304,7 @@ def test_a_row_has_the_same_bits_in_every_kernel(format, size, outputs, surround
     outputs = outputs if surroundings not in ("norm and gate", "all with bias") else outputs // 2
     case = some_case(size, outputs, rows, surroundings, "cuda", format, torch.bfloat16)
     x, weight, bias, norm, gated, residual = case
-    exact = weight if format == "plain" else dequantize(weight, torch.bfloat16)
+    exact = weight if format == "plain" else dequantize(weight)
     wide = [None if part is None else part.double() for part in (x, exact, bias, residual)]
     wide_norm = None if norm is None else Norm(norm.weight.double(), norm.eps)
     wanted = plain(*wide[:3], wide_norm, gated, wide[3])

@@ -115,14 +115,13 @@ FORMATS = ["int8", "int4", "int4 with offsets", "awq", "fp8", "fp8 in blocks"]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantised_experts_are_those_dequantised_once(format, dtype, num_rows):
+    """Up to rounding: scales are applied to sums, not to weights."""
     gate_up, down, x, weights, experts, residual = parts(num_rows, 256, 128, 4, 2, dtype)
     packed = quantised(gate_up, format), quantised(down, format)
     found = experts_triton(*packed, x, weights, experts, residual)
     plain = [dequantised(weight, dtype) for weight in packed]
     wanted = experts_triton(*plain, x, weights, experts, residual)
     assert (plain[0] - gate_up).abs().max() > 0  # they were rounded indeed
-    if num_rows == 1 or not INTERPRETED:
-        assert torch.equal(found, wanted)
     torch.testing.assert_close(found, wanted, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-3)
 
 

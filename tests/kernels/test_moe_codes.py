@@ -12,7 +12,7 @@ from fledge.kernels import moe
 from fledge.kernels.quantization import QuantizedLinear, QuantizedWeight, stacked_weights
 from fledge.kernels.triton_support import MEASURED_SHARED_MEMORY
 from tests.kernels.support import compiled, compiles
-from tests.kernels.test_tile_codes import FORMATS, products, some_weight
+from tests.kernels.test_codes import FORMATS, products, some_weight
 
 
 def experts(format: str, outputs: int, size: int) -> torch.Tensor | QuantizedWeight:

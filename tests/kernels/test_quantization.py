@@ -92,19 +92,6 @@ def test_linear(bits):
     assert quantised(x.bfloat16()).dtype == torch.bfloat16
 
 
-def test_offsets_fold():
-    """Into one number of fp32 that gives the same values, to the bit; or not."""
-    weight = quantize(torch.randn(50, 96), 4)
-    assert weight.offsets_fold
-    nibbles = torch.stack([weight.codes & 15, weight.codes >> 4], -1).flatten(1).unflatten(1, (-1, 32))
-    folded = weight.offsets.float() - 128 * weight.scales.float()
-    once = ((128 + nibbles).double() * weight.scales.double()[..., None] + folded.double()[..., None]).float()
-    assert torch.equal(once.flatten(1), dequantize(weight))
-    assert not quantize(torch.rand(50, 96) + torch.tensor([1e-7]), 4).offsets_fold, "offsets far below the scales"
-    linear = QuantizedLinear(weight)
-    assert linear.quantized.offsets_fold
-
-
 @pytest.mark.parametrize("block", [None, (128, 128)])
 def test_fp8(block):
     made = fp8_weight(torch.randn(200, 256), block)

@@ -72,7 +72,7 @@ class IntWeight:
         is_symmetric = bool((zeros == 8).all())
         # Four bits times eleven: exact in fp32, not in fp16.
         offsets = None if is_symmetric else -zeros.float() * scales.float()
-        return QuantizedWeight(packed, scales, offsets, 4, size // split, offsets is not None)  # 8 bits times 11: they fold
+        return QuantizedWeight(packed, scales, offsets, 4, size // split)
 
 
 def unpack_words(words: Tensor, bits: int, dim: int) -> Tensor:

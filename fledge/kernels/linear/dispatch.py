@@ -51,7 +51,8 @@ class Case(NamedTuple):
 
     @property
     def order(self) -> Summation:
-        return summation(self.inputs, self.outputs, self.dtype, self.device, gated=self.gated, group_size=self.group_size)
+        quantised = self.format != "plain"
+        return summation(self.inputs, self.outputs, self.dtype, self.device, gated=self.gated, quantised=quantised)
 
 
 class Rule(NamedTuple):
@@ -64,14 +65,14 @@ class Rule(NamedTuple):
 # `benchmarks/gpu_linears.py` measures the limits.
 #   register_mma     few rows of a narrow weight (bfloat16, Gluon, Hopper or newer), fed from memory; fuses the norm
 #   staged_mma       up to 64 rows of a plain small weight, where all its programs run at once; fuses the norm
-#   register_stream  few rows of any other quantised weight (as register_mma), whose codes stream through shared memory
+#   register_stream  few rows of a quantised weight (bfloat16, Gluon, Hopper or newer), whose codes stream through shared memory
 #   cublas           many rows of a plain weight, where a trial shows that it sums in the same order
 #   tma_tiles        many rows of a plain weight with several slices (bfloat16, Gluon, Hopper): measured shapes alone, no rule
 #   tiles            anything: programs of outputs x rows; slices are computed side by side, in turn or by programs of their own
 TABLE: tuple[Rule, ...] = (
     Rule("register_mma", lambda case: case.order.scales_sums and case.rows <= most_register_rows(case)),
     Rule("staged_mma", lambda case: case.format == "plain" and case.order.scales_sums and can_be_staged(case)),
-    Rule("register_stream", lambda case: case.format != "plain" and case.rows <= streams.ROWS and can_stream(case)),
+    Rule("register_stream", lambda case: case.format != "plain" and case.rows <= streams.ROWS[-1] and can_stream(case)),
     Rule("cublas", lambda case: case.format == "plain" and case.rows >= fewest_cublas_rows(case)),
     Rule("tiles"),
 )
@@ -83,7 +84,7 @@ def most_register_rows(case: Case) -> int:
 
 
 def can_stream(case: Case) -> bool:
-    supported = orders.supports_registers(case.inputs, case.dtype, case.device, case.group_size)
+    supported = orders.supports_registers(case.inputs, case.dtype, case.device)
     return supported and streams.serves(case.inputs, case.order, case.group_size)
 
 
@@ -157,6 +158,7 @@ def linear(
         x_MK, norm = rms_norm(x_MK, norm.weight, norm.eps), None
     fused = options | {"norm": norm, "pdl_barrier": pdl_barrier}
     if kernel == "register_mma":
+        assert isinstance(weight, Tensor), "a norm never scales the sums of quantised weights"
         rows, wide = config or (None, 0)
         return register_mma(x_MK, weight, bias_O, rows=rows, wide=bool(wide), **fused)
     if kernel == "staged_mma":
@@ -165,7 +167,6 @@ def linear(
         assert program is not None
         return staged_mma(x_MK, weight, bias_O, config=program, **fused)
     if kernel == "register_stream":
-        assert norm is None, "other kernels serve weights whose sums a norm scales"
         assert isinstance(weight, QuantizedWeight)
         return streams.register_stream(x_MK, weight, bias_O, **options)
     scale_M = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from fledge.kernels.gluon_support import gl, jit
@@ -21,7 +20,8 @@ class Shape(NamedTuple):
     outputs: int  # of the weight; of each half of a gated one
     bits: int = 16
     group: int = 1  # inputs that share a scale
-    offsets: int = 0  # `tile_codes.kind_of_offsets`
+    part: int = 1  # inputs whose products are added up before they are scaled
+    has_offsets: bool = False
 
     @property
     def products(self) -> int:
@@ -34,9 +34,19 @@ class Shape(NamedTuple):
         return self.slice_inputs // self.step
 
     @property
-    def part(self) -> int:
-        """Inputs of a step that share a scale."""
-        return math.gcd(self.group, self.step)
+    def scales_slices(self) -> bool:
+        """All inputs share a scale, which a slice's sum is multiplied by."""
+        return self.part == self.slice_inputs
+
+    @property
+    def parts(self) -> int:
+        """Of a step."""
+        return 1 if self.scales_slices else self.step // self.part
+
+    @property
+    def is_whole(self) -> bool:
+        """Slices are all full, and so are programs."""
+        return self.slices * self.slice_inputs == self.size and self.outputs % self.columns == 0
 
 
 @jit

@@ -6,8 +6,6 @@ neighbouring inputs at a time, of weights and of rows alike, so that four thread
 Each of four warps has a slice of 16 outputs, which it loads while the kernel before this one still runs. The slices' sums meet
 in shared memory, behind the kernel's only barrier.
 
-Weights in 8 or 4 bits and FP8 (`kernels.quantization`) go the same way: see `register_codes.py`.
-
 The norm's scale is applied to the sums, so that the product does not wait for it: what is rounded is input
 times norm weight, where the unfused network rounds the same times the scale.
 """
@@ -37,10 +35,7 @@ from fledge.kernels.linear.mma_fragments import (
     wait_for_inputs,
 )
 from fledge.kernels.linear.reference import NormLike
-from fledge.kernels.linear.register_codes import read_codes, weights_of
 from fledge.kernels.linear.summation import CHUNK, Summation
-from fledge.kernels.linear.tiles import weight_parts
-from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import overlap
 
 NORM_ROWS = 8  # of a program of `norm_parts`
@@ -82,7 +77,7 @@ def layouts(rows: int, gated: bool, wide: bool = False) -> dict[str, Any]:
 
 def register_mma(
     x_MK: Tensor,
-    weight_OK: Tensor | QuantizedWeight,
+    weight_OK: Tensor,
     bias_O: Tensor | None = None,
     *,
     order: Summation,
@@ -93,24 +88,20 @@ def register_mma(
     rows: int | None = None,
     wide: bool = False,
 ) -> Tensor:
-    """As `dispatch.linear`, where `order.scales_sums`. `rows`: of a program. `wide`: see `layouts`; of plain weights alone."""
+    """As `dispatch.linear`, where `order.scales_sums`. `rows`: of a program. `wide`: see `layouts`."""
     num_rows, size = x_MK.shape
     assert x_MK.is_contiguous()
     assert residual_MO is None or residual_MO.is_contiguous()
     assert order.scales_sums
     assert order.slices == SLICES
-    codes, scales, offsets, bits, group = weight_parts(weight_OK)
-    assert codes.is_contiguous()
-    outputs = codes.shape[0] // (2 if gated else 1)
+    assert weight_OK.is_contiguous()
+    outputs = len(weight_OK) // (2 if gated else 1)
     rows = rows or program_rows(num_rows)
-    weight = (CHUNK, size, outputs, bits, group, offsets is not None)
-    shape = Shape(rows, COLUMNS, gated, SLICES, order.slice_inputs, *weight)
+    shape = Shape(rows, COLUMNS, gated, SLICES, order.slice_inputs, CHUNK, size, outputs)
     out = torch.empty((num_rows, outputs), dtype=x_MK.dtype, device=x_MK.device)
     _register_mma[(-(-num_rows // rows), -(-outputs // COLUMNS))](
         x_MK,
-        codes,
-        scales if scales is not None else x_MK,
-        offsets if offsets is not None else x_MK,
+        weight_OK,
         bias_O if bias_O is not None else x_MK,
         norm.weight if norm is not None else x_MK,
         residual_MO if residual_MO is not None else x_MK,
@@ -122,7 +113,7 @@ def register_mma(
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual_MO is not None,
         PDL_BARRIER=pdl_barrier,
-        **layouts(rows, gated, wide and bits == 16),
+        **layouts(rows, gated, wide),
         num_warps=SLICES,
         enable_fp_fusion=False,
         **overlap(x_MK),
@@ -155,8 +146,6 @@ def norm_parts(x_MK: Tensor, norm: NormLike, order: Summation) -> tuple[Tensor, 
 def _register_mma(
     x_ptr,
     weight_ptr,
-    scales_ptr,
-    offsets_ptr,
     bias_ptr,
     norm_ptr,
     residual_ptr,
@@ -187,11 +176,7 @@ def _register_mma(
     first_row, first_column = gl.program_id(0) * ROWS, gl.program_id(1) * COLUMNS
     ws = ()
     for i in gl.static_range(CHUNKS):
-        if SHAPE.bits == 16:
-            ahead = load_weights(weight_ptr, first_column, i, SHAPE, W_LAYOUT)
-        else:
-            ahead = read_codes(weight_ptr, scales_ptr, offsets_ptr, first_column, i, SHAPE, W_LAYOUT)
-        ws = ws + (ahead,)  # noqa: RUF005
+        ws = ws + (load_weights(weight_ptr, first_column, i, SHAPE, W_LAYOUT),)  # noqa: RUF005
     norms = ()
     if HAS_NORM:
         for i in gl.static_range(CHUNKS):
@@ -217,11 +202,7 @@ def _register_mma(
         if HAS_NORM:
             square = add_squares(square, x)
             x = times(x, norms[i])
-        if SHAPE.bits == 16:
-            w = ws[i]
-        else:
-            w = weights_of(ws[i], SHAPE, W_LAYOUT, x_ptr.dtype.element_ty)
-        total = mma_v2(grouped_left(w, left), grouped_right(x, right), total)
+        total = mma_v2(grouped_left(ws[i], left), grouped_right(x, right), total)
     scale = gl.full([1, ROWS], 1.0, gl.float32, layout=answer)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0])
     shares = gl.allocate_shared_memory(gl.float32, [SLICES * PRODUCTS, ROWS], flat)

@@ -4,23 +4,22 @@
     some rows   a slice of a tile is a program of its own; fp32 sums meet in `slice_sums`
     many rows   a program goes through the slices one after the other
 
-Weights are the first operand of a product, rows the second. A quantised weight (`kernels.quantization`) is turned into the
-activations' type on its way, group by group.
+Weights are the first operand of a product, rows the second. The codes of a quantised weight (`kernels.quantization`) are turned
+into the activations' type on their way (`codes`); a step's sums are scaled.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fledge.kernels.linear.codes import Codes, add_product, scaled, units_of
 from fledge.kernels.linear.slice_sums import finish, finished, in_order, silu_times
-from fledge.kernels.linear.summation import CHUNK, Summation
-from fledge.kernels.linear.tile_codes import CodesShape, finished_step, kind_of_offsets, read_scales, read_weights
+from fledge.kernels.linear.summation import Summation, inputs_of_a_sum
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import PartialArgmax
 from fledge.kernels.triton_support import INT_MAX, jit, let_next_start, overlap, shared_memory, tl, wait_for_inputs
@@ -45,6 +44,10 @@ BESIDE = {2: Tile(16, 16, 128, 2, 5), 4: Tile(16, 16, 64, 4, 8)}  # few rows, a 
 APART = {32: Tile(64, 32, 64, 4, 6), 128: Tile(64, 64, 64, 4, 6)}
 SMALL = Tile(64, 64, 64, 4, 4)  # of short slices, one after the other
 LARGE = Tile(128, 128, 64, 8, 4)
+# Of quantised weights. A step is unpacked, stored, loaded and multiplied in turn, so that several programs have to share a
+# multiprocessor: few stages. Up to 16,384 outputs they are as many only with a program for each slice.
+CODES = {16: Tile(64, 16, 64, 4, 4), 32: Tile(64, 32, 64, 4, 4), 128: Tile(64, 64, 64, 4, 4)}
+CODES_SPLIT = 16384
 
 
 def choose_tile(num_rows: int, outputs: int, order: Summation, bits: int, shared_bytes: int) -> tuple[Tile, bool]:
@@ -64,11 +67,14 @@ def slices_beside(tile: Tile, split: bool, order: Summation, bits: int) -> int:
 
 
 def _measured_tile(num_rows: int, outputs: int, order: Summation, bits: int) -> tuple[Tile, bool]:
+    if bits < 16:
+        tile = next((tile for most, tile in CODES.items() if num_rows <= most), LARGE)
+        return tile, order.slices > 1 and outputs <= CODES_SPLIT and tile is not LARGE
     if order.slices == 1:
         if 32 < num_rows <= 64 and outputs >= 8192:
             return WIDE_64, False
         return next((tile for most, tile in ONE_SLICE.items() if num_rows <= most), LARGE), False
-    if num_rows <= 16 and bits == 16:
+    if num_rows <= 16:
         return BESIDE[order.slices], False
     if num_rows >= MANY_ROWS:
         return LARGE, False
@@ -151,8 +157,11 @@ def _launch(
     step = tile.inputs
     while order.slice_inputs % step:
         step //= 2
-    part = math.gcd(group, CHUNK)  # of a group that a step reads at once: a step ends with its slice, a group may not
-    step = max(step, part if bits < 16 else 16)
+    shape = Codes(size, bits, step=step)
+    if isinstance(weight, QuantizedWeight):
+        part = inputs_of_a_sum(order, weight)
+        scales_slices = part == order.slice_inputs
+        shape = Codes(size, bits, group, offsets is not None, scales_slices, step if scales_slices else part)
     # Slices side by side in one program, one after the other in it, or a program each.
     beside = slices_beside(tile, split, order, bits)
     after = 1 if split else order.slices // beside
@@ -161,7 +170,7 @@ def _launch(
     target = torch.empty((order.slices, num_rows, codes.shape[0]), dtype=torch.float32, device=x_MK.device) if split else out
     _tiles[grid](
         x_MK,
-        codes,
+        units_of(codes, bits),
         scales if scales is not None else x_MK,
         offsets if offsets is not None else x_MK,
         bias_O if bias_O is not None else x_MK,
@@ -171,7 +180,7 @@ def _launch(
         best_ids if best_ids is not None else x_MK,
         token_ids if token_ids is not None else x_MK,
         num_rows,
-        CODES=CodesShape(size, bits, group, part, kind_of_offsets(weight), step),
+        CODES=shape,
         OUTPUTS=outputs,
         SLICE=order.slice_inputs,
         BESIDE=beside,
@@ -246,26 +255,25 @@ def _tiles(
         total = tl.zeros([LINES, ROWS], tl.float32)
         acc = total
         END: tl.constexpr = SLICE * AFTER
-        if BITS < 16:
-            scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, first, CODES)
         for start in range(0, END, STEP):
             k = first + start + tl.arange(0, STEP)
             x = tl.load(x_ptr + row64[:, None] * SIZE + k[None, :], mask=row_inside[:, None] & (k < SIZE)[None, :], other=0.0)
             if BITS == 16:
                 mask = inside[:, None] & (k < SIZE)[None, :]
                 w = tl.load(weight_ptr + line[:, None] * SIZE + k[None, :], mask=mask, other=0.0)
+                acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
             else:
-                scale_now, offset_now = scale, offset
-                scale, offset = read_scales(scales_ptr, offsets_ptr, line, inside, first + start + STEP, CODES)
-                w = read_weights(weight_ptr, scale_now, offset_now, line, inside, first + start, LINES, CODES, dtype)
-            acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-            if BITS < 16:
-                acc = finished_step(acc)
+                weight = (weight_ptr, scales_ptr, offsets_ptr, line, inside, first + start)
+                acc = add_product(acc, tl.trans(x), *weight, LINES, CODES, dtype)
             if AFTER > 1 and (start + STEP) % SLICE == 0:
+                if CODES.scales_slices:
+                    acc = scaled(acc, scales_ptr, line, inside, 0, tl.zeros([LINES, ROWS], tl.float32), CODES)
                 total += acc
                 acc = tl.zeros([LINES, ROWS], tl.float32)
         if AFTER == 1:
             total = acc
+            if CODES.scales_slices:
+                total = scaled(acc, scales_ptr, line, inside, 0, tl.zeros([LINES, ROWS], tl.float32), CODES)
     else:
         slices = tl.zeros([BESIDE, LINES, ROWS], tl.float32)
         begin = tl.arange(0, BESIDE)[:, None, None] * SLICE

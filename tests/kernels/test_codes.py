@@ -1,54 +1,39 @@
-"""Quantised weights in `tiles`: what they become, and that no tile changes the order of sums, by what is compiled."""
+"""Codes of quantised weights: what they become, and that no tile changes the order of sums, by what is compiled."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from fledge.kernels.linear import tiles
-from fledge.kernels.linear.summation import Summation
-from fledge.kernels.linear.tile_codes import ASSEMBLY, INT4_ZERO, INT8_ZERO
+from fledge.kernels.linear.codes import ASSEMBLY
+from fledge.kernels.linear.summation import Summation, summation
 from fledge.kernels.linear.tiles import tiled_linear
 from fledge.kernels.quantization import QuantizedWeight, kept_fp8, quantize
 from tests.kernels.ptx import as_bfloat16, run_assembly
 from tests.kernels.support import compiled, compiles, fp8_weight
 
-FORMATS = ["int8", "int4 with offsets", "fp8 in blocks"]
-
-
-def word(codes: list[int]) -> int:
-    return sum(code << 8 * i for i, code in enumerate(codes))
-
-
-def bits(number: float) -> int:
-    return int(np.float32(number).view(np.uint32))
+FORMATS = ["int8", "int4 with offsets", "fp8", "fp8 in blocks"]
 
 
 @pytest.mark.parametrize("format", ASSEMBLY)
-def test_codes_become_rounded_weights(format: str) -> None:
-    """All bytes, four at a time, with scales of 11 bits (FP8: of 24): as the definition in fp32 says, to the bit."""
-    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
-    for first in range(0, 256, 4):
-        codes = [first + i for i in range(4)]
-        scale = torch.randn((), generator=generator) * 10.0 ** torch.randint(-4, 2, (), generator=generator)
-        scale = float(scale if format == "fp8" else scale.half())
-        offset = float(torch.randn((), generator=generator).half())
-        extra = {"int8": INT8_ZERO * scale, "int4": INT4_ZERO * scale, "int4 with offsets": offset}
-        operands = [word(codes), *[bits(scale)] * 4, *([bits(extra[format])] * 4 if format != "fp8" else [])]
-        found = as_bfloat16(run_assembly(ASSEMBLY[format], 4 if "int4" in format else 2, *operands))
-        if format == "fp8":
-            whole = torch.tensor(codes, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-        elif format == "int8":
-            whole = torch.tensor(codes, dtype=torch.uint8).view(torch.int8).float()
+def test_codes_become_bfloat16(format: str) -> None:
+    """All bytes, four at a time, or all words of four nibbles: to the bit."""
+    is_nibbles = "int4" in format
+    for first in range(0, 1 << 16, 37) if is_nibbles else range(0, 256, 4):
+        source = first if is_nibbles else sum(first + i << 8 * i for i in range(4))
+        registers = run_assembly(ASSEMBLY[format], 4 if is_nibbles else 2, source)
+        codes = torch.tensor([first >> 4 * i & 15 if is_nibbles else first + i for i in range(4)], dtype=torch.uint8)
+        if is_nibbles:
+            found = torch.tensor([int(half) for half in registers]).to(torch.int16).view(torch.bfloat16)
+            wanted = codes.float() - (0 if "offsets" in format else 8)
         else:
-            whole = torch.tensor([code & 15 for code in codes] + [code >> 4 for code in codes]).float()
-            whole = whole if "offsets" in format else whole - 8
-        wanted = whole * torch.tensor(scale) + (offset if "offsets" in format else 0)
-        assert torch.equal(found[~wanted.isnan()], wanted.bfloat16()[~wanted.isnan()]), codes
+            found = as_bfloat16(registers)
+            wanted = codes.view(torch.float8_e4m3fn if format == "fp8" else torch.int8).float()
+        assert torch.equal(found[~wanted.isnan()].float(), wanted[~wanted.isnan()]), first
         assert found[wanted.isnan()].isnan().all()
 
 
@@ -77,8 +62,8 @@ def products(text: str) -> list[tuple[str, str]]:
     return [(layouts[parent], width) for parent, width in re.findall(pattern, text)]
 
 
-# One of each kind of tile: one slice, two as programs of their own, four after each other.
-CASES = [(4096, 4096, False), (4096, 8192, True), (14336, 4096, False), (640, 960, False)]
+# Slices as programs of their own, after each other, and one slice.
+CASES = [(4096, 4096, False), (4096, 28672, True), (640, 960, False), (1024, 32000, False)]
 
 
 @compiles
@@ -87,8 +72,7 @@ CASES = [(4096, 4096, False), (4096, 8192, True), (14336, 4096, False), (640, 96
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_tile_changes_the_order(format, size, outputs, gated, rows, monkeypatch):
     """Steps of 16 neighbours (kWidth 2), each complete before its weights' registers are written again (nothing pending)."""
-    slices = 4 if outputs < 3840 else 2 if size > 8192 else 1
-    order = Summation(slices, False, -(-size // (64 * slices)) * 64)
+    order = summation(size, outputs, torch.bfloat16, torch.device("cuda"), gated=gated, quantised=True)
     text = compiled_tiles(monkeypatch, rows, some_weight(format, outputs, size), order, gated=gated).asm["ttgir"]
     found = products(text)
     assert found
