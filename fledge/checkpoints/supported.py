@@ -62,7 +62,7 @@ def _formats() -> Iterable[str]:
     yield "- 8 bits with zero points"
     yield "- integer scales that fp16 does not hold"
     yield "- FP8 with a partial last block"
-    yield "- on a GPU, experts with act-order"
+    yield "- on a GPU, experts with act-order, and groups that 32 does not divide"
     yield "- FP8 on a GPU before Ada (compute capability below 8.9)\n"
 
 
