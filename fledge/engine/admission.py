@@ -52,7 +52,7 @@ class ArrivalBatching:
 
 
 class OfflineRefill:
-    """The offline policy, for a set of prompts: keeps the batch full with few, large prefill passes. Latency does not matter."""
+    """The policy for a set of prompts: keeps the batch full with few, large prefill passes. Latency does not matter."""
 
     def holds_back(self, *, waiting: int, running: int, prefill_seconds: float, now: float, are_last: bool = False) -> bool:
         return not are_last and waiting < int(running * REFILL_SHARE)

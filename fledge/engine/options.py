@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Speculation:
-    """The drafter and the depth and shape of drafts. `drafter`: auto, none, ngram, a shipped one's name, a folder or a hub id."""
+    """The drafter, and depth and shape of drafts. `drafter`: auto, none, ngram, a shipped one's name, a folder or a hub id."""
 
     drafter: str | Path | EagleDrafter | None = "auto"
     depth: int | str = DEFAULT_DEPTH  # a number, or "auto": `DepthPolicy`
