@@ -75,7 +75,7 @@ class Pending(NamedTuple):
 
     x_ND: Tensor  # embeddings of the pending tokens and the drafts
     starts_B: Tensor  # position of each row's pending token
-    counts_B: Tensor  # tokens to verify per row of chains, 0: inactive; for trees 1: active, 0: inactive
+    counts_B: Tensor  # chains: number of tokens to verify; trees: 1; 0: the row is inactive
     tree: TreeDraft | None
 
 

@@ -113,7 +113,7 @@ class Buffer:
 
 
 class CapturedPrefill(ABC):
-    """Runs prefill passes by shape, that is their sizes followed by the sampling mode. Base of whole texts and chunks."""
+    """Runs prefill passes; a shape is their sizes and the sampling mode. Base class for whole texts and for chunks."""
 
     def __init__(self, batch: DeviceBatch) -> None:
         self.batch = batch
