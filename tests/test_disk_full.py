@@ -133,7 +133,7 @@ def test_without_room_for_the_kernels_torch_serves(tmp_path: Path, monkeypatch: 
         monkeypatch.undo()
         native.library.cache_clear()
     assert [record.message.partition(":")[0] for record in caplog.records] == [
-        "the CPU kernels could not be built, so torch serves, several times slower"
+        "the CPU kernels could not be built, so torch is used, several times slower"
     ]
     assert all_files(tmp_path) == []
 

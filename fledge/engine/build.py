@@ -1,4 +1,4 @@
-"""From names to a running engine: loads target and drafter, places them on the device, sizes the KV cache."""
+"""Builds an engine from model names: loads target and drafter, places them on the device, sizes the KV cache."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ from fledge.speculation.methods.ngram import NgramSpeculator
 from fledge.tokenizer import Tokenizer
 
 Network = TypeVar("Network", Decoder, EagleDrafter)
-# On CPU a draft step is bound by reading the drafter's weights, and verification catches what rounding changes. The head is two
-# thirds of them: 4 bits lose 3 % of the acceptance length, 5 bits 1 %, and 8 bits cost more time than they gain.
+# On CPU a draft step's time goes into reading the drafter's weights. Rounding them changes no output, as drafts are verified.
+# The head is two thirds of the weights: 4 bits lose 3 % of the acceptance length, 5 bits 1 %, 8 bits cost more than they gain.
 DRAFTER_BITS, DRAFT_HEAD_BITS = 8, 5
 __all__ = ["DEFAULT_DEPTH", "Speculation", "build_engine", "fit", "keeps_blocks", "paged_kv"]
 
 
-# Loading makes much that stays: looking through it again and again takes a tenth of the time.
+# Loading creates many objects that stay alive: scanning them in repeated garbage collections takes a tenth of the load time.
 @without_collection()
 def build_engine(
     model: str | Decoder,
@@ -63,8 +63,8 @@ def build_engine(
     admission: AdmissionPolicy | None = None,
     capture: bool | None = None,
 ) -> Engine:
-    """`capture`: None means CUDA graphs on a GPU and eager execution on a CPU. False runs the captured executor's functions
-    without graphs, on any device (for tests)."""
+    """Builds an engine. `capture`: None means CUDA graphs on a GPU and eager execution on a CPU; False runs the captured
+    executor's functions without graphs, on any device (for tests)."""
     speculation, config = speculation or Speculation(), config or EngineConfig()
     if config.threads > 0:
         torch.set_num_threads(config.threads)
@@ -73,19 +73,19 @@ def build_engine(
         give_back_code()
     is_eager = is_cpu if capture is None else False
     if is_cpu and not is_eager:
-        config = replace(config, kv_cache_dtype="float32")  # as the captured functions have it on a CPU
+        config = replace(config, kv_cache_dtype="float32")  # the captured functions need it on a CPU
     is_checked, kept = True, None
     if isinstance(model, Decoder):
         name, target, load = "", model.config, partial(_given, model)
         config = config.resolve(target)
     else:
         name, found = model, sources.find(model)
-        # Now, while a GGUF file's header is in memory: the shipped drafter is found by the file's norms.
+        # Done while a GGUF file's header is in memory: the matching shipped drafter is identified by the file's norm weights.
         speculation = replace(speculation, drafter=speculation.resolve_drafter(model))
         if found.is_file() and is_eager and keeps_blocks(config):
             if speculation.tree is not None:
-                # A tree sums attention in another order than the text, and 8-bit activations make a rounding visible:
-                # 14 of 20 greedy answers differed from plain ones.
+                # Attention over a tree sums in another order than plain decoding, and 8-bit activations amplify the rounding
+                # difference: 14 of 20 greedy answers differed from plain ones.
                 raise UserError(
                     "a draft tree is not lossless with a GGUF file's own blocks; add --dtype float16, or leave out --tree"
                 )
@@ -94,12 +94,12 @@ def build_engine(
             file.forget_lists()
             config = replace(config, quantization="gguf").resolve(target)
             load = partial(gguf.load_decoder, file)
-            is_checked = False  # mapped: what does not fit is read from the file again
+            is_checked = False  # the file is memory-mapped: weights that do not fit are read from it again
         else:
             folder = sources.resolve(model)
             tokenizer, target = tokenizer or Tokenizer(folder), load_config(folder)
             config = config.resolve(target)
-            # What was quantised in a file is found again only in exact weights.
+            # Quantising needs the checkpoint's exact values, so the weights are loaded as float32.
             exact = is_cpu or config.quantization != "none"
             if (scheme := load_scheme(folder)) is not None and config.quantization != "none":
                 raise UserError(
@@ -109,28 +109,28 @@ def build_engine(
             keep = kept_formats(config, pack=is_eager)
             load = partial(load_decoder, folder, *place, keep=keep, place=partial(fit_linear, config, is_eager))
             kept = kept_bits(folder, target, keep, config.device)
-    # The drafter first: its files are unmapped before the target takes memory, and a bad one is refused at once.
+    # The drafter is loaded first: its files are unmapped before the target takes memory, and a bad one is refused early.
     network, coverage = _load_network(speculation, name, target, config, pack=is_eager)
     shape = network.config if isinstance(network, EagleDrafter) else None
     if name and is_checked:
         check_fits(config, target, shape, kept)
     decoder = load()
     if target.rope.kind == "longrope":
-        decoder.set_rotary(config.max_model_len)  # up to the original length the short factors serve
+        decoder.set_rotary(config.max_model_len)  # longrope uses its short factors up to the original length
     decoder = fit(decoder, config, pack=is_eager)
     if isinstance(network, EagleDrafter):
         decoder.check_taps(network.config.aux_layer_ids)
         network.share(decoder.embed_tokens, decoder.lm_head)
-    # Sized last: the weights are on the device by now, and the cache gets what they left.
+    # Sized last: the weights are on the device by now, and the cache gets the remaining memory.
     config = config.with_cache(decoder.config, shape)
     depth = DepthPolicy.parse(speculation.depth, on_cpu=is_cpu)
-    # Room for a draft behind the longest text: a cache of one context must serve a request of that length.
+    # Plus slots for a draft after the longest text, so that a cache of one context holds a request of that length.
     num_slots = config.kv_cache_tokens + (1 if network is None else lookahead(depth, speculation.tree))
     pool = PagePool(-(-num_slots // config.page_size), config.page_size)
     drafter = _drafter(network, depth, speculation.tree, coverage, config, pool)
     if name:
         give_back_heap()
-        gc.freeze()  # what is loaded by now stays: collecting through it takes 4 % of a decode step on CPU
+        gc.freeze()  # loaded objects stay alive: scanning them in garbage collection takes 4 % of a decode step on CPU
     controller = SpeculationController(
         drafter.depth.limit if drafter is not None else 0,
         adaptive=speculation.adaptive,
@@ -148,7 +148,7 @@ def _given(decoder: Decoder) -> Decoder:
 
 
 def kept_formats(config: EngineConfig, *, pack: bool) -> frozenset[str]:
-    """Formats of a quantised checkpoint that the device's kernels read as they are."""
+    """The formats of a quantised checkpoint that the device's kernels read without conversion."""
     device = torch.device(config.device).type
     if device == "cpu" and (native.library() is None or not pack):
         return frozenset()
@@ -156,15 +156,15 @@ def kept_formats(config: EngineConfig, *, pack: bool) -> frozenset[str]:
 
 
 def keeps_blocks(config: EngineConfig) -> bool:
-    """Whether the CPU computes with a GGUF file's weights as they are: unless another type is asked for."""
+    """Whether the CPU computes with a GGUF file's quantised blocks directly: yes, unless another dtype is configured."""
     return config.dtype == "auto" and config.quantization in ("none", "gguf") and native.library() is not None
 
 
 def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network:
-    """Places a network on its device in its type; a target's linears are quantised if so configured.
+    """Places a network on its device in the configured dtype; quantises a target's linears if configured.
 
-    On CPU linears are packed for the native kernels, float16 or float32, between fp32 activations; those of a GGUF file stay
-    as they are. `pack`: False leaves plain ones as they are, for the captured executor's functions.
+    On CPU, linears are packed for the native kernels as float16 or float32, with fp32 activations between them; a GGUF file's
+    linears stay as they are. `pack`: False leaves unquantised linears unpacked, for the captured executor's functions.
     """
     network.eval().requires_grad_(False)
     if config.quantization != "none" and isinstance(network, Decoder):
@@ -175,7 +175,7 @@ def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network
         return network
     if not pack:
         return network.float()
-    # Packed before the rest becomes fp32: one linear at a time takes more memory than it had.
+    # Packed before the rest becomes fp32: this way only one linear at a time needs the larger memory.
     embedding = network.embed_tokens
     if config.dtype == "float16" and isinstance(network, EagleDrafter):
         pack_linears(network, DRAFTER_BITS, DRAFT_HEAD_BITS)
@@ -188,7 +188,7 @@ def fit(network: Network, config: EngineConfig, *, pack: bool = True) -> Network
 
 
 def fit_linear(config: EngineConfig, pack: bool, name: str, linear: torch.nn.Module) -> torch.nn.Module:
-    """What `fit` makes of one of a target's linears."""
+    """Quantises and packs one of a target's linears as `fit` would."""
     linear.requires_grad_(False)
     if config.quantization != "none" and isinstance(linear, torch.nn.Linear):
         linear = quantized_linear(name, linear, config.quantization, config.device)
@@ -209,11 +209,11 @@ def _pack(module: torch.nn.Module, config: EngineConfig) -> None:
 def _load_network(
     speculation: Speculation, model: str, target: ModelConfig, config: EngineConfig, *, pack: bool
 ) -> tuple[EagleDrafter | str | None, float | None]:
-    """The drafter's network on its device, `ngram`, or None; and the recorded coverage of its vocabulary."""
+    """Returns the drafter's network on its device, `ngram` or None, and the recorded coverage of its draft vocabulary."""
     if config.deterministic and speculation.tree is not None:
         raise UserError(
-            "--deterministic verifies chains only: a tree's tokens lie elsewhere in the cache than in the text, and are summed "
-            "in another order; leave out --tree"
+            "--deterministic excludes draft trees: attention over a tree sums its keys in another order than plain decoding, "
+            "which changes rounding; leave out --tree"
         )
     found = speculation.resolve_drafter(model)
     if speculation.tree is not None and (found is None or found == "ngram"):

@@ -1,4 +1,4 @@
-"""How an engine runs. `auto` values are resolved once, against the model and the machine, into a new object."""
+"""The engine's settings. `auto` values are resolved once, against the model and the machine, into a new object."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
     from fledge.config import DrafterConfig, ModelConfig
 
-# Whatever needs torch is imported by the methods: the server's HTTP processes read flags into this, and have no torch.
+# Imports that need torch are inside the methods: the server's HTTP processes parse flags into this class and do not load torch.
 
 DTYPES = ("float32", "float16", "bfloat16")
 CPU_CACHE_DTYPES = ("float32", "float16", "q8_0")
-# Tokens of a KV page. On a GPU a block of the attention kernel's keys lies in one page.
+# Tokens per KV page. On a GPU each block of keys that the attention kernel reads lies in one page.
 CPU_PAGE_SIZE, DEVICE_PAGE_SIZE = 16, 128
-# Sizes and their flags, for errors.
+# Size fields and their flags, for error messages.
 SIZES = {
     "max_model_len": "--max-model-len",
     "max_num_seqs": "--max-num-seqs",
@@ -55,15 +55,15 @@ class EngineConfig:
     quantization: str = "none"  # of the target's linears: none | fp8 | int8 | int4 | gguf (see kernels/quantization.py)
     max_model_len: int = 0  # longest prompt + answer; 0: the model's own limit
     max_num_seqs: int = 0  # requests decoded together; 0: 64 on CPU, 256 on GPU
-    max_batched_tokens: int = 0  # tokens a step; longer prompts are read in chunks; 0: 256 on CPU, 8192 on GPU
-    kv_cache_tokens: int = 0  # room in the cache; 0: all requests at full length, as far as memory allows
-    kv_cache_dtype: str = "auto"  # of keys and values: auto | float32 | float16 | q8_0; on a GPU the activations' type alone
-    gpu_memory_utilization: float = 0.0  # share of the GPU's memory for all of the engine; 0: what is free, less some
-    page_size: int = 0  # tokens of a KV page; 0: 16 on CPU, 128 on GPU
-    prefix_caching: bool = True  # texts that begin alike share pages
-    deterministic: bool = False  # refuses draft trees, and takes exact references where there is no C compiler
+    max_batched_tokens: int = 0  # tokens per step; longer prompts are prefilled in chunks; 0: 256 on CPU, 8192 on GPU
+    kv_cache_tokens: int = 0  # tokens the KV cache holds; 0: all requests at full length, as far as memory allows
+    kv_cache_dtype: str = "auto"  # of keys and values: auto | float32 | float16 | q8_0; on a GPU only the activations' dtype
+    gpu_memory_utilization: float = 0.0  # share of the GPU's memory for the whole engine; 0: the free memory minus a reserve
+    page_size: int = 0  # tokens per KV page; 0: 16 on CPU, 128 on GPU
+    prefix_caching: bool = True  # texts with a common prefix share its pages
+    deterministic: bool = False  # refuses draft trees; without a C compiler uses the slower, exact reference kernels
     threads: int = 0  # CPU threads; 0: torch's choice
-    reserved_bytes: int = 0  # of a GPU's memory, that the KV cache must leave to others
+    reserved_bytes: int = 0  # GPU memory that the KV cache must leave free
 
     def _check_sizes(self) -> None:
         for name, flag in SIZES.items():
@@ -71,6 +71,7 @@ class EngineConfig:
                 raise UserError(f"{flag} must be positive, or 0 for the default, not {value}")
 
     def resolve(self, model: ModelConfig) -> EngineConfig:
+        """Returns a copy with every `auto` and 0 replaced by a value for this model and machine; refuses what cannot work."""
         from fledge.devices import resolve_device
         from fledge.kernels import native
         from fledge.kernels.formats.fp8 import reads_fp8
@@ -114,7 +115,7 @@ class EngineConfig:
             kv_cache_dtype=self._cache_dtype(kind, dtype, model.head_dim),
             max_model_len=longest,
             max_num_seqs=self.max_num_seqs or (64 if kind == "cpu" else 256),
-            # A chunk of a prompt holds up all streams: on two cores 512 tokens of a 0.5B target took 0.36 s.
+            # A prefill chunk delays all running requests: on two cores 512 tokens of a 0.5B target took 0.36 s.
             max_batched_tokens=self.max_batched_tokens or (256 if kind == "cpu" else 8192),
             page_size=self.page_size or (CPU_PAGE_SIZE if kind == "cpu" else DEVICE_PAGE_SIZE),
         )
@@ -130,7 +131,7 @@ class EngineConfig:
                     "out, or use --engine vllm"
                 )
             return dtype
-        if name == "auto":  # with weights of 16 bits or fewer, 16 bits of the cache change less than they do, and are faster
+        if name == "auto":  # with weights of 16 bits or fewer, a 16-bit cache loses less precision than they do, and is faster
             return "float16" if dtype == "float16" and native.library() is not None else "float32"
         if name not in CPU_CACHE_DTYPES:
             raise UserError(f"--kv-cache-dtype {name} is not supported on CPU; use auto, {', '.join(CPU_CACHE_DTYPES)}")
@@ -143,14 +144,14 @@ class EngineConfig:
         return name
 
     def with_cache(self, model: ModelConfig, drafter: DrafterConfig | None = None) -> EngineConfig:
-        """Sizes the KV cache from the memory that is free now: call it when the weights are on the device."""
+        """Sizes the KV cache from the memory that is free now: call it once the weights are on the device."""
         from fledge.engine.memory import cache_tokens
 
         return self if self.kv_cache_tokens else replace(self, kv_cache_tokens=cache_tokens(self, model, drafter))
 
     @property
     def is_cpu(self) -> bool:
-        """Once `device` is resolved."""
+        """Whether the engine runs on a CPU. Valid once `device` is resolved."""
         return self.device.startswith("cpu")
 
     @property
@@ -161,21 +162,21 @@ class EngineConfig:
 
     @property
     def weights(self) -> str:
-        """In words."""
+        """The weights' type as text for the log."""
         if self.quantization == "gguf":
             return "the GGUF file's own blocks"
         return self.dtype if self.quantization == "none" else f"{self.dtype}, target {self.quantization}"
 
     @property
     def activation_dtype(self) -> torch.dtype:
-        """On CPU everything between the linears stays fp32, whatever the weights are packed to."""
+        """The dtype of activations. On CPU they are fp32 between the linears, whatever the weights are packed to."""
         import torch
 
         return torch.float32 if self.is_cpu else self.weight_dtype
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of the cache's tensors; bytes: Q8_0 blocks."""
+        """The dtype of the KV cache's tensors; uint8 holds Q8_0 blocks."""
         from fledge.kernels.formats import kv_cache
 
         return kv_cache.KV_DTYPES[self.kv_cache_dtype]

@@ -1,4 +1,4 @@
-"""THE loop: every request, on every device, with every sampling option.
+"""The engine loop: every request, on every device, with every sampling option, goes through `Engine.step`.
 
 plan = scheduler.schedule()      which requests, how many tokens each, how deep; may preempt
 executor.submit(plan)            eager: done when it returns; captured: enqueued, the device runs ahead
@@ -35,42 +35,42 @@ log = logging.getLogger("fledge.engine")
 
 
 class EngineHook(Protocol):
-    """Work beside the steps, on the engine's thread; it changes no text. See `fledge.learning.hook`."""
+    """Work done between steps, on the engine's thread; it changes no output. See `fledge.learning.hook`."""
 
     def warm_up(self) -> list[str]:
-        """Prepares what it needs, after the executor has; lines for the log."""
+        """Prepares what the hook needs, after the executor's own warm-up; returns lines for the log."""
         ...
 
     def before_step(self) -> None:
-        """The output of the step before has been handed over; may work for a moment."""
+        """Called before a step, when the previous step's output has been delivered; may work for a moment."""
         ...
 
     def after_step(self, deltas: Sequence[Delta]) -> None:
-        """Sees what a step emitted. Short: the output waits for it."""
+        """Called with what a step emitted. Must be short: the output is delivered only afterwards."""
         ...
 
     def idle(self, *, is_quiet: bool = True) -> bool:
-        """Nothing runs: works for a moment, longer if it `is_quiet`. False: there is nothing to do before more requests were
-        served, or it is quiet."""
+        """Works for a moment while no request runs, longer if `is_quiet`. False: nothing to do until more requests have been
+        served or it is quiet."""
         ...
 
     def due_in(self) -> float | None:
-        """Seconds until `idle` has something to do though no request comes; None: it will not."""
+        """Seconds until `idle` has work even if no request comes; None: it will have none."""
         ...
 
     def stats(self) -> dict[str, Any]:
-        """Figures for metrics, fit for JSON. Called from any thread."""
+        """Returns figures for metrics, serialisable as JSON. Called from any thread."""
         ...
 
     def history(self) -> dict[str, Any]:
-        """What it did so far, fit for JSON. Called from the engine's thread."""
+        """Returns what the hook did so far, serialisable as JSON. Called from the engine's thread."""
         ...
 
     def close(self) -> None: ...
 
 
 class Engine:
-    """Requests in, tokens out. A request carries everything it needs; the engine holds no text of its own."""
+    """Turns requests into tokens. All state of a request is in its `Request`; the engine keeps only a table of them."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Engine:
         return self.controller.stats
 
     def check_request(self, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
-        """Refuses, by name and before anything runs, what cannot be served; the parameters with bad words as tokens."""
+        """Raises for a request that cannot be served, naming the option. Returns the parameters with bad words tokenised."""
         vocab_size = self.model.vocab_size
         if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
             bad = next(token for token in prompt if not 0 <= token < vocab_size)
@@ -131,8 +131,8 @@ class Engine:
         client: str = "",
         with_text: bool = True,
     ) -> Request:
-        """`learn`: the hook may keep it in memory to learn from. `client`: whose it is, for shares. `with_text`: False leaves
-        making text to whoever reads the tokens, unless stop strings are to be found in it."""
+        """Checks a request and queues it. `learn`: the hook may keep it in memory to learn from. `client`: who sent it, for
+        fair shares in learning. `with_text`: False returns token ids only; stop strings still force detokenisation."""
         params = self.check_request(prompt, params)
         request_id = request_id or f"request-{next(self._ids)}"
         if request_id in self.requests:
@@ -149,11 +149,11 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """Frees a request's pages at once; its text so far stays with it."""
+        """Cancels a request: frees its pages at once; it keeps its text so far."""
         if not request.finished:
             try:
                 request.finish("abort")
-            except Exception as failure:  # its decoder
+            except Exception as failure:  # raised by the request's detokeniser
                 request.fail(failure)
             self._leave([request])
 
@@ -161,6 +161,7 @@ class Engine:
         return bool(self.requests)
 
     def step(self) -> list[Delta]:
+        """Runs one step and returns what is new for each request."""
         if self.hook is None:
             return self._step()
         self.hook.before_step()
@@ -177,14 +178,14 @@ class Engine:
         return deltas
 
     def idle(self, *, is_quiet: bool = True) -> bool:
-        """While nothing runs: lets the hook work for a moment, and the executor once it `is_quiet`: requests would wait longer
-        for it. False: neither has anything to do before more requests come, or before it is quiet."""
+        """While no request runs: lets the hook work for a moment, and the executor only if `is_quiet`, since a new request
+        would wait longer for the executor. False: neither has work until more requests come or it is quiet."""
         if self.requests:
             return False
         return (is_quiet and self.executor.idle()) or (self.hook is not None and self.hook.idle(is_quiet=is_quiet))
 
     def _commit(self, outputs: list[Output]) -> list[Delta]:
-        """Appends new tokens to their requests; those that end leave. What is wrong with one request ends it alone."""
+        """Appends new tokens to their requests and removes finished ones. An error in one request ends only that request."""
         deltas = []
         for output in outputs:
             request = output.request
@@ -194,7 +195,7 @@ class Engine:
                 if output.failure is not None:
                     raise output.failure
                 delta = request.append(output.tokens, output.drafted, self.config.max_model_len, output.passes)
-            except Exception as failure:  # its logits processor, its decoder or its stop strings
+            except Exception as failure:  # raised by the request's logits processor, detokeniser or stop strings
                 log.warning("request %s ended with an error: %.300r", request.id, failure)
                 request.fail(failure)
                 deltas.append(Delta(request, [], [], "", True, []))
@@ -212,12 +213,12 @@ class Engine:
                 self.requests.pop(request.id, None)
 
     def warm_up(self) -> list[str]:
-        """Prepares what the first requests need; lines for the log."""
+        """Prepares what the first requests need; returns lines for the log."""
         return self.executor.warm_up() + (self.hook.warm_up() if self.hook is not None else [])
 
     def forget_drafts(self) -> None:
-        """The drafter has other weights from now on: cached pages, which hold its keys, are not found any more, acceptance is
-        learnt anew and the drift guard judges anew. What runs goes on."""
+        """Call it when the drafter's weights change: cached pages, which hold the old drafter's keys, are no longer found, and
+        the acceptance model and the drift guard start anew. Running requests continue."""
         self.pool.forget()
         for request in self.scheduler.running:
             request.page_keys = None

@@ -1,13 +1,13 @@
-"""Memory: whether a model fits its device, what the KV cache gets, what is held at last, and what loading gives back.
+"""Memory: checks that a model fits its device, sizes the KV cache, reports what is used, and frees memory after loading.
 
-    Needs        before anything is loaded, from the configuration: `check_fits` refuses what has no room
-    MemoryPlan   of a running engine, so that a user can see at the start where the memory goes
+    Needs        the estimate from the configuration, before anything is loaded: `check_fits` refuses what does not fit
+    MemoryPlan   the memory of a running engine, shown to the user at the start
 
-    weights   every number of target and drafter, shared ones once
-    cache     2 (keys and values) x layers x key/value heads x head size x bytes of a number, for each token
+    weights   all parameters of target and drafter, shared ones once
+    cache     2 (keys and values) x layers x key/value heads x head size x bytes per number, for each token
     tables    cosines and sines of every position, target and drafter (captured cycles only)
     rows      texts, stop ids and page tables of the running requests (captured cycles only)
-Beside it stands what a step works with: about 50 bytes x hidden size x tokens a step, given back after it.
+In addition a step needs temporary memory: about 50 bytes x hidden size x tokens per step, freed after it.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.speculation.methods.eagle import EagleSpeculator
 
-# Of the memory that the weights leave: the rest is for graphs and libraries.
+# The KV cache's share of the memory that the weights leave; the rest is for graphs and libraries.
 CACHE_SHARE = 0.85
-GRAPH_BYTES = 1 << 30  # for these where the share of the device's memory is given: so it is used
-SCALES_BITS = {8: 16 / GROUP_SIZE, 4: 32 / GROUP_SIZE}  # a weight's part of its group's scale and offset
+GRAPH_BYTES = 1 << 30  # reserved for graphs and libraries instead, if the user gave the share of the GPU's memory to use
+SCALES_BITS = {8: 16 / GROUP_SIZE, 4: 32 / GROUP_SIZE}  # bits of a group's scale and offset, per weight
 MAPPINGS = Path("/proc/self/smaps")
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes that an engine takes of a device."""
+    """The bytes of device memory that an engine needs."""
 
     weights: int
     drafter: int
-    loading: int  # what reading and packing the largest linear takes beside the weights
-    step: int  # what a step works with beside weights and cache: activations of a prefill, logits of the largest batch
+    loading: int  # temporary memory for reading and packing the largest linear
+    step: int  # temporary memory of a step: activations of a prefill, logits of the largest batch
     cache_per_token: int
 
     @classmethod
@@ -61,7 +61,7 @@ class Needs:
         drafter: DrafterConfig | None = None,
         kept: Mapping[str, float] | None = None,
     ) -> Needs:
-        """`config`: resolved for the model. `kept`: see `weight_bytes`."""
+        """Estimates the needs. `config`: resolved for the model. `kept`: see `weight_bytes`."""
         return cls(
             weights=weight_bytes(model, config.weight_dtype, config.quantization, packed=config.is_cpu, kept=kept),
             drafter=0 if drafter is None else drafter_bytes(drafter, config.weight_dtype),
@@ -71,16 +71,17 @@ class Needs:
         )
 
     def cache_bytes(self, left: int, *, is_share: bool = False) -> int:
-        """Of what weights leave, what the cache may take. `is_share`: the user said how much of the device may be used."""
+        """How many of the `left` bytes beside the weights the KV cache may take. `is_share`: the user gave the share of device
+        memory to use."""
         return max((left - GRAPH_BYTES if is_share else int(left * CACHE_SHARE)) - self.step, 0)
 
 
 def check_fits(
     config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None = None, kept: Mapping[str, float] | None = None
 ) -> None:
-    """Refuses, with the figures and what to lower, a model whose weights or whose longest request have no room.
+    """Refuses a model whose weights or longest request do not fit; the error names the figures and what to lower.
 
-    `kept`: of a quantised checkpoint; see `weight_bytes`.
+    `kept`: for a quantised checkpoint; see `weight_bytes`.
     """
     needs, memory = Needs.of(config, model, drafter, kept), memory_left(config)
     taken = needs.weights + needs.drafter
@@ -96,7 +97,7 @@ def check_fits(
 
 
 def check_longest(config: EngineConfig, needs: Needs, cache: int) -> None:
-    """Refuses a longest request that `cache` bytes do not hold."""
+    """Raises if `cache` bytes do not hold the longest request."""
     tokens = config.kv_cache_tokens or config.max_model_len
     if tokens * needs.cache_per_token > cache:
         option = "--kv-cache-tokens" if config.kv_cache_tokens else "--max-model-len"
@@ -108,7 +109,7 @@ def check_longest(config: EngineConfig, needs: Needs, cache: int) -> None:
 
 
 def memory_left(config: EngineConfig) -> int:
-    """Bytes of the device that are free now, or that its share (`gpu_memory_utilization`) still allows; of a CPU, all."""
+    """Bytes of GPU memory that are free now, or that `gpu_memory_utilization` still allows; on CPU all of the RAM."""
     if config.is_cpu:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     free, total = torch.cuda.mem_get_info(config.device)
@@ -118,10 +119,10 @@ def memory_left(config: EngineConfig) -> int:
 
 
 def cache_tokens(config: EngineConfig, model: ModelConfig, drafter: DrafterConfig | None) -> int:
-    """The KV cache's size by the memory that is free now: all requests at full length, as far as it allows."""
+    """The KV cache's size in tokens: all requests at full length, as far as the memory that is free now allows."""
     needs, memory = Needs.of(config, model, drafter), memory_left(config)
     if config.is_cpu:
-        cache = memory // 4  # untouched pages cost nothing: the memory is taken from the system as it is first written
+        cache = memory // 4  # unused pages cost nothing: the system provides memory on first write
     else:
         cache = needs.cache_bytes(memory, is_share=bool(config.gpu_memory_utilization)) - config.reserved_bytes
     check_longest(config, needs, cache)
@@ -136,10 +137,10 @@ def weight_bytes(
     packed: bool = False,
     kept: Mapping[str, float] | None = None,
 ) -> int:
-    """Of a target. Quantised linears as `quantize_linears` makes them; a GGUF file's own at 8 bits, though most have fewer.
+    """Bytes of a target's weights, with linears as `quantize_linears` makes them; a GGUF file's count 8 bits, most have fewer.
 
-    `packed`: for the CPU, where a tied head is a copy of its own. `kept`: bits a weight of linears that stay as a quantised
-    checkpoint has them; None: of a plain one.
+    `packed`: on CPU, where a tied head is stored as a separate copy. `kept`: bits per weight of the linears that stay in a
+    quantised checkpoint's format, by name; None: the checkpoint is not quantised.
     """
     with ShapesOnly():
         network = Decoder(model)
@@ -162,14 +163,14 @@ def weight_bytes(
 
 
 def loading_bytes(config: EngineConfig, model: ModelConfig, *, is_plain: bool = True) -> int:
-    """What is in memory beside the weights when the largest linear is read: in fp32 where it is packed or quantised, with what
-    that makes on the way, else once more where its parts are joined. An embedding is in fp32 until all is packed."""
+    """The temporary memory while the largest linear is loaded: its fp32 copy and intermediate results if it is packed or
+    quantised, else a second copy if its parts are joined. On CPU an embedding is in fp32 until everything is packed."""
     with ShapesOnly():
         network = Decoder(model)
     largest = max(module.weight.numel() for module in network.modules() if isinstance(module, nn.Linear))
     if config.is_cpu:
         return 16 * largest + (4 - config.weight_dtype.itemsize) * model.vocab_size * model.hidden_size
-    # Experts of a layer are laid side by side.
+    # The experts of a layer are stacked into one tensor.
     experts = 0 if model.moe is None else 2 * model.moe.num_experts * model.moe.intermediate_size * model.hidden_size
     if config.quantization != "none":
         return max(16 * largest, 2 * experts)
@@ -177,7 +178,7 @@ def loading_bytes(config: EngineConfig, model: ModelConfig, *, is_plain: bool = 
 
 
 def bytes_per_token(shape: ModelConfig | DrafterConfig, config: EngineConfig) -> int:
-    """Of a network's KV cache."""
+    """Bytes per token in a network's KV cache."""
     return PagedKV.bytes_per_token(shape.num_layers, shape.num_kv_heads, shape.head_dim, config.kv_dtype)
 
 
@@ -192,7 +193,7 @@ def gib(count: int) -> str:
 
 
 def _too_large(needs: Needs, memory: int, where: str, config: EngineConfig, *, can_shrink: bool) -> str:
-    """`can_shrink`: by --quantization."""
+    """The error message for a model that does not fit. `can_shrink`: --quantization can make it smaller."""
     parts = [f"weights {gib(needs.weights)}"]
     if needs.drafter:
         parts.append(f"drafter {gib(needs.drafter)}")
@@ -212,7 +213,7 @@ def _too_large(needs: Needs, memory: int, where: str, config: EngineConfig, *, c
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes."""
+    """The memory of a running engine, in bytes (`cache_tokens`: tokens)."""
 
     weights: int
     drafter_weights: int
@@ -253,7 +254,7 @@ def memory_plan(engine: Engine) -> MemoryPlan:
         head_dims.append(drafter.network.config.rotary_dim)
     tables = rows = 0
     if isinstance(engine.executor, CudaGraphExecutor):
-        longest = max(config.max_model_len + engine.executor.lookahead, 512)  # the least that `Rotary` takes
+        longest = max(config.max_model_len + engine.executor.lookahead, 512)  # `Rotary` allocates at least 512 positions
         tables = sum(2 * longest * head_dim * 4 for head_dim in head_dims)
         num_rows = config.max_num_seqs + 1  # one is the dummy row
         rows = num_rows * 4 * (config.max_model_len + num_words(model.vocab_size) + engine.executor.batch.max_pages)
@@ -269,7 +270,7 @@ def memory_plan(engine: Engine) -> MemoryPlan:
 
 
 def held_bytes(network: nn.Module, seen: set[int]) -> int:
-    """Of a network's weights. `seen`: storages that were counted before."""
+    """Bytes of a network's weights in memory. `seen`: storages that are counted already; new ones are added."""
     total = 0
     for module in network.modules():
         if isinstance(module, PackedLinear):
@@ -288,16 +289,16 @@ def readable(count: int) -> str:
 
 
 def give_back_heap() -> None:
-    """What loading has left free in the C library's heap goes back to the system: 40 of 440 MB after SmolLM2 with drafter."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+    """Returns free memory of the C library's heap to the system: 40 of 440 MB after loading SmolLM2 with drafter."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
     if trim is not None:
         trim(0)
 
 
 def give_back_code() -> None:
-    """Code of libraries goes back to the system: most of it ran once, when it was imported. 67 of 230 MB after torch.
+    """Returns memory of library code to the system, as most of it ran only during import: 67 of 230 MB after importing torch.
 
-    What is called again is found in the system's file cache. Takes 10 ms.
+    Code that is called again is read from the system's file cache. Takes 10 ms.
     """
     if not MAPPINGS.exists() or not hasattr(mmap, "MADV_DONTNEED"):
         return
@@ -310,5 +311,5 @@ def give_back_code() -> None:
             if not words[0].endswith(":"):  # "first-end perms offset device inode path"
                 is_code = words[1] == "r-xp" and words[4] != "0"
                 first, end = (int(word, 16) for word in words[0].split("-")) if is_code else (0, 0)
-            elif words[0] == "Anonymous:" and end and words[1] == "0":  # code that was changed in memory is nowhere else
+            elif words[0] == "Anonymous:" and end and words[1] == "0":  # code that was modified in memory must be kept
                 advise(first, end - first, mmap.MADV_DONTNEED)

@@ -1,4 +1,5 @@
-"""Answers for a set of prompts at full throughput: the engine with another admission policy. `fledge regenerate` uses it."""
+"""Generates answers for a set of prompts at full throughput: the engine with `OfflineRefill` admission. `fledge regenerate`
+uses it."""
 
 from __future__ import annotations
 
@@ -18,23 +19,23 @@ from fledge.errors import RequestError
 from fledge.models.decoder import Decoder
 from fledge.sampling import SamplingParams
 
-# On a GPU. Beyond about 2,000 rows a step is bound by reading the KV cache, and more rows only make the tail longer.
+# Batch size on a GPU. Beyond about 2,000 rows a step is bound by reading the KV cache; more rows only delay the last answers.
 DEVICE_CONCURRENCY = 2048
-DEVICE_PREFILL_TOKENS = 32768  # of one pass
+DEVICE_PREFILL_TOKENS = 32768  # tokens per prefill pass on a GPU
 
 Prompts = Sequence[Sequence[int]] | Iterator[Sequence[int] | None]
-# One from which each prompt gets its own, a function from a prompt's index to its seed, or None: a random one.
+# A base seed from which each prompt's is derived, a function from a prompt's index to its seed, or None: a random base seed.
 Seed = int | Callable[[int], int] | None
 
 
 class Answer(NamedTuple):
     index: int  # type: ignore[assignment]  # of the prompt; hides `tuple.index`, which is not used
-    tokens: list[int]  # with the stop token, if one came
+    tokens: list[int]  # including the stop token, if any
     reason: str  # stop | length
 
 
 def is_gpu(device: str) -> bool:
-    """Whether answers will come from a GPU."""
+    """Whether this device setting selects a GPU."""
     return device.startswith("cuda") or (device == "auto" and torch.cuda.is_available())
 
 
@@ -47,7 +48,8 @@ def answer_generator(
     max_model_len: int = 0,
     speculation: Speculation | None = None,
 ) -> AnswerGenerator:
-    """`max_model_len`: longest prompt and answer together; 0: the model's own limit. `speculation`: same answers, sooner."""
+    """Builds an engine for offline use. `max_model_len`: most tokens of prompt and answer together; 0: the model's own limit.
+    `speculation`: gives the same answers faster."""
     on_gpu = is_gpu(device)
     config = EngineConfig(
         device=device,
@@ -55,7 +57,7 @@ def answer_generator(
         max_model_len=max_model_len,
         max_num_seqs=concurrency or (DEVICE_CONCURRENCY if on_gpu else 0),
         max_batched_tokens=DEVICE_PREFILL_TOKENS if on_gpu else 0,
-        prefix_caching=False,  # prompts of a set differ, and their pages are needed for the next ones
+        prefix_caching=False,  # prompts of a set differ, and their pages are needed for later prompts
     )
     engine = build_engine(model, speculation or Speculation(drafter=None), config, admission=OfflineRefill())
     engine.executor.compile_kernels()
@@ -78,11 +80,11 @@ class AnswerGenerator:
         seed: Seed = None,
         stop_ids: Sequence[int] | None = None,
     ) -> Iterator[Answer]:
-        """Answers in the order in which they are done; raises what ends one early. `stop_ids`: None: the model's end tokens.
+        """Yields answers as they finish; raises an answer's failure. `stop_ids`: None: the model's end tokens.
 
-        A sequence is checked before anything runs; an iterator is read as rows become free, so that its later prompts
-        may depend on earlier answers. It gives None when it has nothing yet: it is asked again while answers are in
-        progress, and should wait rather than give None when none are.
+        A sequence is checked before anything runs; an iterator is read as rows become free, so that its later prompts may
+        depend on earlier answers. It may yield None if it has no prompt yet: it is asked again while answers are in progress.
+        If none are in progress it should block instead, because None then ends the run.
         """
         params = SamplingParams(
             max_tokens=max_tokens,
@@ -100,7 +102,7 @@ class AnswerGenerator:
         num_taken = 0
         try:
             while True:
-                # None at the end of the stream, too: then every later look gives None again.
+                # `prompt` is also None when the iterator is exhausted, and stays None from then on.
                 while len(index_of) < 2 * self.concurrency and (prompt := next(prompts, None)) is not None:
                     request = self.engine.add_request(prompt, replace(params, seed=seed_of(num_taken)))
                     index_of[request.id] = num_taken
@@ -121,7 +123,7 @@ class AnswerGenerator:
 
 
 def checked(prompts: Prompts, vocab_size: int, max_model_len: int) -> Iterator[Sequence[int] | None]:
-    """All of a sequence before its first is run: a mistake in the last should not cost an hour. A stream as it comes."""
+    """Checks prompts: a sequence completely at once, so that a bad last prompt does not cost an hour; an iterator as read."""
 
     def check(index: int, prompt: Sequence[int]) -> Sequence[int]:
         if not 0 < len(prompt) < max_model_len:
@@ -140,7 +142,7 @@ def checked(prompts: Prompts, vocab_size: int, max_model_len: int) -> Iterator[S
 
 
 def seed_function(seed: Seed) -> Callable[[int], int]:
-    """One stream of draws per prompt, so that an answer does not depend on which prompts it ran with."""
+    """A function from a prompt's index to its seed, so that an answer does not depend on the other prompts of the batch."""
     if callable(seed):
         return seed
     base = random.getrandbits(62) if seed is None else seed
@@ -148,7 +150,7 @@ def seed_function(seed: Seed) -> Callable[[int], int]:
 
 
 def _mixed(value: int) -> int:
-    """SplitMix64's finaliser, kept to 63 bits for int64."""
+    """SplitMix64's finaliser, shortened to 63 bits to fit an int64."""
     mask = 2**64 - 1
     value &= mask
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & mask

@@ -1,4 +1,4 @@
-"""What to speculate with: as users give it, before anything is loaded. No torch: the server's HTTP processes read it too."""
+"""The speculation options as users give them, before anything is loaded. Imports no torch: HTTP processes import it too."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from fledge.speculation.depth import TreeShape
 if TYPE_CHECKING:
     from fledge.models.drafter import EagleDrafter
 
-FIXED_DEPTH = 5  # of other engines, which draft a fixed number of tokens
-DEFAULT_DEPTH = "auto"  # on two CPU cores 8 % more tokens/s than always 5
+FIXED_DEPTH = 5  # for other engines, which draft a fixed number of tokens
+DEFAULT_DEPTH = "auto"  # on two CPU cores 8 % more tokens/s than a fixed depth of 5
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Speculation:
-    """What to draft with and how far. `drafter`: auto, none, ngram, a shipped drafter's name, a folder or a hub id."""
+    """The drafter, and depth and shape of drafts. `drafter`: auto, none, ngram, a shipped one's name, a folder or a hub id."""
 
     drafter: str | Path | EagleDrafter | None = "auto"
     depth: int | str = DEFAULT_DEPTH  # a number, or "auto": `DepthPolicy`
     tree: TreeShape | None = None
-    adaptive: bool = True  # less deep, down to not at all, where the load makes drafting slower than plain decoding
-    drift_guard: bool = True  # less deep for a request whose drafts fare clearly worse than usual
+    adaptive: bool = True  # lowers the depth, down to 0, if the load makes drafting slower than plain decoding
+    drift_guard: bool = True  # lowers the depth of a request whose drafts are accepted clearly less often than usual
 
     def fixed_depth(self) -> Speculation:
-        """Always to the depth that was asked for, to measure what it is worth."""
+        """A copy that always drafts to the configured depth, to measure what that depth is worth."""
         return replace(self, adaptive=False, drift_guard=False)
 
     def resolve_drafter(self, model: str) -> str | Path | EagleDrafter | None:

@@ -1,8 +1,8 @@
-"""When requests whose drafter is stale should be prefilled again, so that they can be drafted for.
+"""The recompute policy: when to prefill requests with a stale drafter again, so that they can be drafted for.
 
-A plain captured cycle does not keep the target's hidden states, and they can only be had by another pass over the text. That
-pass delays everyone; afterwards speculation gains what it gains at the current load. Under a load that comes and goes it
-would not pay, so the load must have been low for a while, and each request is recomputed once.
+A plain captured cycle does not keep the target's hidden states; only another pass over the text can restore them. That pass
+delays all running requests; the gain afterwards depends on the load. Under a fluctuating load it would not pay, so the load
+must have been low for a while, and each request is recomputed at most once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from fledge.engine.request import Request
 from fledge.speculation.acceptance import AcceptanceModel
 
-# Speculation must be expected to gain so much: with less, a little more load would undo it.
+# The least expected speed-up by speculation: a smaller one would be lost at slightly more load.
 LEAST_GAIN = 1.15
-# The gain must be so many times what the pass takes: where answers end is not known, and prefill of real texts takes longer
-# than the recorded pass, whose attention has nothing to read.
+# The time saved must be at least this many times the pass's time: it is unknown where answers end, and prefilling real texts
+# takes longer than the recorded pass was measured with empty inputs.
 TIMES_OVER = 4.0
-# Steps in a row that must agree.
+# Consecutive steps at which recomputing must be expected to pay.
 STEPS = 32
 
 
@@ -25,10 +25,10 @@ class RecomputePolicy:
     def __init__(self, acceptance: AcceptanceModel) -> None:
         self.acceptance = acceptance
         self.done: set[Request] = set()  # requests that were recomputed
-        self.num_agreeing = 0  # steps in a row that spoke for it
+        self.num_agreeing = 0  # consecutive steps at which it was expected to pay
 
     def is_due(self, pays: bool) -> bool:
-        """Once a step: whether it pays now and did in enough steps before."""
+        """Call it once per step. Whether recomputing pays now and did in enough consecutive steps before."""
         self.num_agreeing = self.num_agreeing + 1 if pays else 0
         return self.num_agreeing >= STEPS
 
@@ -40,8 +40,9 @@ class RecomputePolicy:
         remaining: Sequence[int],
         pass_seconds: float | None,
     ) -> bool:
-        """`seconds`, `share` and `allowed`: as `AcceptanceModel.choose` would have them afterwards. `remaining`: tokens that
-        the stale requests are expected to emit yet. `pass_seconds`: of the prefill of their texts; None: not known."""
+        """Whether recomputing is expected to pay. `seconds`, `share`, `allowed`: arguments of `AcceptanceModel.choose` for the
+        batch afterwards. `remaining`: tokens that the stale requests are expected to emit still. `pass_seconds`: the time to
+        prefill their texts; None: not known."""
         if pass_seconds is None or not remaining:
             return False
         plain, depth = seconds(0), self.acceptance.choose(share, seconds, allowed)

@@ -1,4 +1,4 @@
-"""One request on its way through the engine."""
+"""One request: its tokens, stop conditions, text and statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fledge.sampling import SamplingParams
 from fledge.speculation.stats import AcceptanceStats
 from fledge.tokenizer import StreamDecoder
 
-if TYPE_CHECKING:  # it needs torch, and the server's HTTP side reads this module without it
+if TYPE_CHECKING:  # imports torch, which the server's HTTP processes do not load
     from fledge.speculation.verification import VerifiedPass
 
 
@@ -25,14 +25,14 @@ class TokenLogprob(NamedTuple):
 
 
 class Delta(NamedTuple):
-    """What one step added to a request."""
+    """The result of one step for one request."""
 
     request: Request
     tokens: list[int]
     drafted: list[bool]  # per token: it came from the drafter
-    text: str  # that may be shown now; what may turn out to be the start of a stop string comes with a later step
+    text: str  # new text that may be shown now; a possible start of a stop string is held back for a later step
     finished: bool
-    spans: list[tuple[str, bool]]  # `text` in parts, with whether the drafter proposed them
+    spans: list[tuple[str, bool]]  # `text` in parts, each with whether the drafter proposed it
     passes: list[VerifiedPass] = []  # noqa: RUF012 - the target passes the tokens came from; never changed in place
 
 
@@ -42,19 +42,19 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
-    decoder: StreamDecoder | None = None  # None: no text is made
+    decoder: StreamDecoder | None = None  # None: tokens are not turned into text
     speculate: bool = True
-    learn: bool = True  # what it shows may be learnt from; see `fledge.learning`
-    client: str = ""  # whose it is
+    learn: bool = True  # the drafter may learn from it; see `fledge.learning`
+    client: str = ""  # who sent it
     arrival: float = field(default_factory=time.perf_counter)
 
     tokens: list[int] = field(init=False)  # prompt and answer; appended by `append`
     pages: list[int] = field(default_factory=list)  # set by the scheduler
-    page_keys: PageKeys | None = None  # what its pages hold, for others to find; None: prefixes are not shared
+    page_keys: PageKeys | None = None  # keys by which other requests find its pages; None: prefixes are not shared
     num_computed: int = 0  # tokens of the text that are prefilled or scheduled to be; set by the scheduler
-    prefill_end: int = 0  # length of the text when it was admitted: what has to be prefilled
-    num_cached: int | None = None  # tokens of the prompt that the cache had when it entered
-    drafter_stale: bool = False  # the drafter lacks hidden states of a part of the text: it cannot draft for it
+    prefill_end: int = 0  # length of the text when it was admitted, all of which has to be prefilled
+    num_cached: int | None = None  # tokens of the prompt that were cached when it was first admitted
+    drafter_stale: bool = False  # the drafter lacks hidden states of part of the text, so it cannot draft for this request
     finish_reason: str | None = None  # stop | length | abort | error
     stop_reason: str | int | None = None  # the stop string or id that ended it
     text: str = ""
@@ -68,12 +68,12 @@ class Request:
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
         self.stop_matcher = StopMatcher(tuple(self.params.stop)) if self.params.stop else None
-        self._unsent: list[tuple[str, bool]] = []  # spans at the text's end that no delta has shown
-        self._num_sent = 0  # characters that deltas have shown
+        self._unsent: list[tuple[str, bool]] = []  # spans at the text's end that no delta has contained yet
+        self._num_sent = 0  # characters that deltas have contained
 
     @cached_property
     def seed(self) -> int:
-        """Draws belong to (seed, position): the same text whatever else runs or is asked for. 62 bits, for int64 maths."""
+        """The seed. Draws depend on (seed, position) only, so on nothing else that runs. 62 bits, so that int64 maths works."""
         return random.getrandbits(62) if self.params.seed is None else self.params.seed % 2**62
 
     @property
@@ -97,7 +97,7 @@ class Request:
         return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else self.eos_token_ids)
 
     def append(self, tokens: list[int], drafted: list[bool], max_len: int, passes: list[VerifiedPass] | None = None) -> Delta:
-        """Takes tokens until one of them ends the request; what follows is dropped and not counted."""
+        """Appends tokens up to one that ends the request; later ones are dropped and not counted."""
         if self.first_token_time is None:
             self.first_token_time = time.perf_counter()
         if self.decoder is None:
@@ -123,7 +123,7 @@ class Request:
         return Delta(self, tokens[:taken], drafted[:taken], text, self.finished, spans, passes or [])
 
     def _take(self, tokens: list[int], max_len: int) -> int:
-        """Takes all at once where no text is needed; returns how many were taken."""
+        """Appends tokens without making text, up to one that ends the request; returns how many were appended."""
         answered = self.num_answer
         room = max(min(self.params.max_tokens - answered, max_len - len(self.tokens)), 1)
         taken = min(len(tokens), room)
@@ -140,7 +140,7 @@ class Request:
         return taken
 
     def _ends(self, token: int, number: int) -> bool:
-        """Whether it is an end token and, being the answer's `number`-th, counts as one."""
+        """Whether the token ends the answer as its `number`-th token: end tokens do not count before `min_tokens`."""
         return token in self.end_token_ids and number >= max(self.params.min_tokens, 1)
 
     def finish(self, reason: str, stop_reason: str | int | None = None) -> None:
@@ -152,8 +152,7 @@ class Request:
         self.finish_time = time.perf_counter()
 
     def fail(self, failure: Exception) -> None:
-        """Ends it because something is wrong with it alone; `failure` says what. Its decoder is not asked for the rest of the
-        text: that may be what is wrong."""
+        """Ends the request with an error. Its detokeniser is not flushed, because that may be what failed."""
         self.failure, self.finish_reason, self.finish_time = failure, "error", time.perf_counter()
 
     def _decode(self, token: int, ends: bool) -> str:
@@ -166,7 +165,8 @@ class Request:
         return piece
 
     def _stop_string(self, piece: str) -> str | None:
-        """The stop string that `piece` completes, cut off the text unless it was asked for; none counts before `min_tokens`."""
+        """Returns the stop string that `piece` completes and cuts it off the text unless it is to be included. None counts
+        before `min_tokens`."""
         found = self.stop_matcher.push(piece) if self.stop_matcher is not None else None
         if found is None or self.num_answer <= self.params.min_tokens:
             return None
@@ -174,10 +174,10 @@ class Request:
         return found.stop
 
     def _ready_spans(self) -> list[tuple[str, bool]]:
-        """Spans that may be shown now: not what a stop string cut off, nor what may turn out to be the start of one."""
+        """The spans that may be shown now: without text that a stop string cut off or that may be the start of one."""
         num_held = 0 if self.finished or self.stop_matcher is None else self.stop_matcher.num_held
-        left = len(self.text) - self._num_sent  # characters that stay in the text
-        if (flushed := left - sum(len(part) for part, _ in self._unsent)) > 0:  # at the end, of no token of its own
+        left = len(self.text) - self._num_sent  # characters of the text that were not shown yet
+        if (flushed := left - sum(len(part) for part, _ in self._unsent)) > 0:  # flushed at the end, without a new token
             self._unsent.append((self.text[-flushed:], self._unsent[-1][1] if self._unsent else False))
         ready, spans, held = left - num_held, [], []
         for part, drafted in self._unsent:

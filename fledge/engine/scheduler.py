@@ -1,12 +1,12 @@
-"""Which requests take part in the next step, and with how many tokens.
+"""The scheduler: decides which requests take part in the next step, and with how many tokens.
 
     waiting  --admit: pages, a free row, the step's token budget-->  running: prefilling, then decoding  --> finished
        ^                                                                 |
        +------- preempted (the cache is full) or recomputed -------------+
 
-Running requests come first. Waiting ones join in order of arrival while there is room. A prompt longer than a chunk is
-prefilled in chunks. When the cache is full the youngest request is preempted: its pages are freed, its text is kept, and
-it is prefilled again before any new request. What the cache still holds of a text is not prefilled again.
+Running requests come first. Waiting ones join in order of arrival while rows, pages and tokens are left. A prompt longer than a
+chunk is prefilled in chunks. When the cache is full the youngest request is preempted: its pages are freed, its text is kept,
+and it is prefilled again before any new request, except for the prefix that is still cached.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Scheduler:
         self.num_preemptions = self.num_recomputed = 0
 
     def check(self, length: int, max_tokens: int) -> None:
-        """Refuses a prompt of `length` tokens that could never be served."""
+        """Raises if a prompt of `length` tokens could never be served."""
         longest = self.config.max_model_len
         if not length:
             raise RequestError("the prompt is empty; give at least one token")
@@ -62,10 +62,11 @@ class Scheduler:
         self.waiting.append(request)
 
     def longest(self, request: Request) -> int:
-        """Tokens of prompt and answer at most."""
+        """The most tokens that prompt and answer may have together."""
         return min(len(request.prompt) + request.params.max_tokens, self.config.max_model_len)
 
     def schedule(self) -> Plan:
+        """Plans the next step; allocates pages, and preempts and admits requests."""
         interrupted = self._recompute_stale()
         decoding = [request for request in self.running if request.is_prefilled]
         prefilling = [request for request in self.running if not request.is_prefilled]
@@ -84,21 +85,24 @@ class Scheduler:
         for request in prefilling:
             if request in self.running:
                 budget -= self._prefill(plan, request, budget)
-        # What submitted steps emitted for an interrupted request is collected before it is prefilled again.
+        # An interrupted request is not admitted in the same step: output of submitted steps must be collected first.
         if not interrupted:
             self._admit(plan, budget)
         return plan
 
     def _decode_budget(self, plan: Plan) -> int:
-        """Rows for pending tokens and drafts. While a prompt waits, drafts leave it a quarter of the step: 32 requests at a
-        depth of 7 would take all 256 rows, and a new one its turn when they have finished."""
+        """The number of rows for pending tokens and drafts. While a prompt waits, a quarter of the step is left for it:
+        otherwise 32 requests at a depth of 7 would take all 256 rows, and a new one would have to wait until they finish."""
         budget = self.config.max_batched_tokens
         return budget - budget // 4 if plan.expects_requests else budget
 
-    # Decoding: KV pages for the tokens to come
+    # Decoding: KV pages for the next tokens
 
     def _grow(self, plan: Plan, depths: dict[Request, int]) -> bool:
-        """Pages for what submitted steps and this one may emit; without enough, the youngest are preempted."""
+        """Allocates pages for what submitted steps and this one may emit, preempting the youngest requests if necessary.
+
+        Returns whether a request was preempted.
+        """
         unread, preempted = self.executor.max_unread_tokens, False
         page_size, lookahead = self.pool.page_size, self.executor.lookahead
         for request, depth in depths.items():
@@ -122,14 +126,15 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _interrupt(self, requests: Sequence[Request]) -> None:
-        """They are prefilled again from their text, before any new request."""
+        """Takes requests out of the batch; they are prefilled again from their text, before any new request."""
         self._release(requests)
         for request in sorted(requests, key=lambda request: -request.arrival):
             request.num_computed = request.prefill_end = 0
             self.waiting.appendleft(request)
 
     def _recompute_stale(self) -> bool:
-        """Where the load leaves room for speculation again, requests that plain cycles made stale are prefilled again."""
+        """Interrupts requests that plain cycles made stale, so that they are prefilled again, if the load is low enough for
+        speculation again. Returns whether it did."""
         policy, executor = self.recompute, self.executor
         if not self.controller.adaptive or not any(request.drafter_stale for request in self.running):
             return False
@@ -138,11 +143,11 @@ class Scheduler:
         if not stale or self.waiting or len(running) < len(self.running):
             policy.num_agreeing = 0
             return False
-        # Each takes as many pages as it has, and one page for each running request must be free when it is admitted.
+        # Each needs as many pages as it has now, and at its admission one page per running request must be free.
         if self.pool.num_free < len(running) + len(stale):
             return False
         drafted = [request for request in running if request.speculate and not request.drafter_stale] + stale
-        # Where an answer ends is not known: half way is as good a guess as any.
+        # It is unknown where an answer ends: assume that it is half done.
         remaining = [
             min(request.num_answer, self.longest(request) - len(request.prompt) - request.num_answer) for request in stale
         ]
@@ -173,7 +178,7 @@ class Scheduler:
 
     @property
     def num_admissible(self) -> int:
-        """Waiting requests for which there is a free row."""
+        """The number of waiting requests for which there is a free row."""
         return min(len(self.waiting), self.config.max_num_seqs - len(self.running))
 
     def _admit(self, plan: Plan, budget: int) -> None:
@@ -189,7 +194,7 @@ class Scheduler:
             if not self.executor.admits(length - len(found) * size, budget, plan.prefills):
                 break
             request.num_computed = self.pool.take(request.pages, found, request.page_keys)
-            # One page for each running request stays free: its next growth would preempt the new one again.
+            # One page per running request stays free: otherwise its next growth would preempt the new request again.
             if not self.pool.grow(request.pages, length + self.executor.lookahead + 1, len(self.running) * size):
                 self.pool.release(request.pages)
                 request.num_computed = 0
@@ -203,7 +208,7 @@ class Scheduler:
             self.admission.admitted(self.num_admissible, time.perf_counter())
 
     def _holds_back(self) -> bool:
-        """Whether waiting requests should wait for more to come. One that ran before has waited enough."""
+        """Whether admission should wait for more requests. Never if the first one is a preempted request."""
         if not self.waiting or self.waiting[0].num_answer:
             return False
         return self.admission.holds_back(
@@ -215,7 +220,7 @@ class Scheduler:
         )
 
     def _count_reuse(self, request: Request) -> None:
-        """For the hit rate; a preempted text that finds its own pages does not count."""
+        """Counts reused tokens for the hit rate, except when a preempted request finds its own pages."""
         if request.page_keys is not None and request.num_cached is None:
             request.num_cached = request.num_computed
             self.pool.num_queried += len(request.tokens)
@@ -224,7 +229,7 @@ class Scheduler:
     # Leaving
 
     def remove(self, requests: Sequence[Request]) -> None:
-        """Finished or cancelled requests leave; their pages are free at once."""
+        """Removes finished or cancelled requests; their pages are free at once."""
         self._release([request for request in requests if request in self.running])
         for request in requests:
             if request in self.waiting:

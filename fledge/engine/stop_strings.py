@@ -1,7 +1,7 @@
-"""Finds stop strings in text as it comes, in time proportional to the text, however many stop strings there are.
+"""Finds stop strings in streamed text, in time proportional to the text, however many stop strings there are.
 
-An Aho-Corasick automaton: a state is the longest end of the text that begins a stop string, so its depth is also what must
-be held back from a stream.
+This is an Aho-Corasick automaton: a state is the longest suffix of the text that is a prefix of a stop string, so its depth is
+also the number of characters that must be held back from a stream.
 
     stops   END, NEW        text   … E N E W
                             state    E EN NE NEW -> found
@@ -20,13 +20,13 @@ class StopMatch(NamedTuple):
 
 
 class StopAutomaton:
-    """The transitions for one set of stop strings; shared by all requests that have it."""
+    """The automaton of one set of stop strings, shared by all requests that use the set."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops = stops
         self.children: list[dict[str, int]] = [{}]
         self.depth = [0]
-        # Per state: the first in `stops` of those that end here; len(stops) means none.
+        # Per state: the lowest index in `stops` of a stop string that ends here; len(stops) means none.
         self.first_stop = [len(stops)]
         for index, stop in enumerate(stops):
             state = 0
@@ -43,7 +43,7 @@ class StopAutomaton:
         return len(self.depth) - 1
 
     def _link(self) -> None:
-        """`fallback`: where to go on when a state has no transition for a character."""
+        """Computes `fallback`: the state to continue from when a state has no transition for a character."""
         self.fallback = [0] * len(self.depth)
         queue = deque(self.children[0].values())
         while queue:
@@ -68,7 +68,7 @@ def automaton(stops: tuple[str, ...]) -> StopAutomaton:
 
 
 class StopMatcher:
-    """Follows one text."""
+    """Searches one text for stop strings as it grows."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._automaton = automaton(stops)
@@ -77,11 +77,11 @@ class StopMatcher:
 
     @property
     def num_held(self) -> int:
-        """Characters at the text's end that may turn out to be the start of a stop string."""
+        """The number of characters at the text's end that may be the start of a stop string."""
         return self._automaton.depth[self._state]
 
     def push(self, piece: str) -> StopMatch | None:
-        """Takes the next piece of text. Of several stop strings in it, the one that was named first counts."""
+        """Processes the next piece of text. If several stop strings end in it, returns the one listed first in `stops`."""
         machine, state, found = self._automaton, self._state, None
         best = len(machine.stops)
         for offset, char in enumerate(piece, 1):

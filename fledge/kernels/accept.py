@@ -1,8 +1,8 @@
 """Verification on the device: which drafted tokens are accepted, which tokens are emitted, and whether they end the answer.
 
-Row t of a sequence's T = depth + 1 verified rows gives the target's own choice after the pending token and t drafted ones. The
-choice is always what is emitted; the next row's is emitted too if the drafted token equals it. So a step emits 1 … T tokens.
-Where the logits are not numbers, some token is emitted with a mark, and the answer ends.
+Row t of a sequence's T = depth + 1 verified rows gives the target's own choice after the pending token and t drafted ones. Only
+these choices are emitted: row 0's always, row t + 1's if row t's was emitted and equals the drafted token. A step emits 1 … T
+tokens. If logits are NaN, an arbitrary token is emitted with a mark, and the answer ends.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fledge.kernels.triton_support import (
     wait_for_inputs,
 )
 
-DRAFTED = 1 << 30  # set in `report` where the token came from the drafter
-NOT_A_NUMBER = 1 << 29  # set in `report` where the logits were not numbers
+DRAFTED = 1 << 30  # set in `report` if the token came from the drafter
+NOT_A_NUMBER = 1 << 29  # set in `report` if the logits were NaN
 _DRAFTED, _NOT_A_NUMBER = constant(DRAFTED), constant(NOT_A_NUMBER)
 
 
@@ -34,27 +34,27 @@ class RowState(NamedTuple):
     """One entry per row of the running batch. `accept` changes the first five and `tokens`."""
 
     active: Tensor  # int32: 1 while the row runs
-    token: Tensor  # int64: the last of the text; its key is not in the cache yet
-    length: Tensor  # int32: of the text, that token included
+    token: Tensor  # int64: the pending token, the text's last; its key is not in the cache yet
+    length: Tensor  # int32: length of the text, that token included
     answered: Tensor  # int32: tokens of the answer so far
     report: Tensor  # int32 [R, 1 + T…]: how many tokens the last step emitted, then the tokens
     limit: Tensor  # int32: most tokens of the answer
     min_answer: Tensor  # int32: a stop token before this many tokens does not end the answer
-    depth_limit: Tensor  # int32: most drafted tokens a step that may be accepted
-    stop_bits: Tensor  # int32 [R, W]: bit v % 32 of word v // 32 is set where token v is a stop token
+    depth_limit: Tensor  # int32: most drafted tokens that may be accepted per step
+    stop_bits: Tensor  # int32 [R, W]: bit v % 32 of word v // 32 is set if token v is a stop token
     tokens: Tensor | None = None  # int32 [R, L]: the text by position; None: not kept
 
 
 class Accepted(NamedTuple):
     tokens_BT: Tensor  # int64: the target's choices, emitted or not
     starts_B: Tensor  # int32: position of the first verified row
-    counts_B: Tensor  # int32: tokens emitted; 0 where the row is empty or has ended
+    counts_B: Tensor  # int32: tokens emitted; 0 if the row is empty or its answer has ended
 
 
 def accept_reference(
     state: RowState, choice: PartialArgmax, drafts_RD: Tensor, num_new: int, vocab_size: int, rows_B: Tensor | None = None
 ) -> Accepted:
-    """`rows_B`: the rows concerned; None: the first ones."""
+    """Accepts drafted tokens and updates `state`. `rows_B`: the rows to process; None: the first ones."""
     found_BT = picked_or_none(choice, vocab_size).view(-1, num_new)
     chosen_BT = found_BT.clamp(max=vocab_size - 1)
     rows = torch.arange(len(chosen_BT), device=chosen_BT.device) if rows_B is None else rows_B
@@ -163,7 +163,7 @@ def _accept(
     least = tl.maximum(tl.load(min_answer_ptr + row), 1)
     depth_limit = tl.load(depth_limit_ptr + row)
     last = tl.load(token_ptr + row)
-    # All loads come before the first store, so that they are under way together: the compiler moves none above a store.
+    # All loads come before the first store, so that they overlap: the compiler moves no load above a store.
     at = tl.arange(0, NEW_PADDED)
     found = tl.full([NEW_PADDED], VOCAB - 1, tl.int32)
     for t in tl.static_range(NEW):
@@ -176,7 +176,7 @@ def _accept(
     ends = (((words >> (chosen % 32)) & 1) != 0) & (number >= least) | (number >= limit) | broken
     drafted = (drafts == found) & (depth_limit > at) & (at < NEW - 1)
     goes_on = drafted & (ends == 0)
-    # Emitted: up to the first token that is not followed by another.
+    # Tokens are emitted up to and including the first that is not accepted as a draft or ends the answer.
     count = tl.min(tl.where(goes_on, NEW, at + 1), axis=0)
     count = tl.where(active != 0, count, 0)
     emitted = at < count

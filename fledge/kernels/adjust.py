@@ -1,7 +1,7 @@
-"""Logits of verified rows, adjusted on the device: penalties, bias, bans and grammar masks, in one pass over the vocabulary.
+"""Adjusts the logits of verified rows on the device: penalties, bias, bans and grammar masks, in one pass over the vocabulary.
 
-Row t of a sequence's T = depth + 1 verified rows is adjusted for the text, the pending token and t drafted ones. The arithmetic
-is that of `speculation.distribution.adjust`, to the bit; a row without options comes out as it went in.
+Row t of a sequence's T = depth + 1 verified rows is adjusted for the text, the pending token and t drafted ones. The result
+equals that of `speculation.distribution.adjust` to the bit; a row without options stays unchanged.
 
     repetition → presence and frequency → bias → stop tokens before `min_answer` → bad words → grammar mask
 """
@@ -27,9 +27,9 @@ def adjust_reference(
     num_new: int,
     rows_B: Tensor | None = None,
 ) -> Tensor:
-    """Adjusted logits, float32 [N, V], of `num_new` verified positions of each row. `rows_B` None: the first rows.
+    """Returns adjusted logits, float32 [N, V], of `num_new` verified positions of each row. `rows_B` None: the first rows.
 
-    Where bans and grammar leave nothing, the stop tokens are allowed: the answer ends.
+    If bans and grammar forbid every token, the stop tokens are allowed, so that the answer ends.
     """
     a, vocab_size = adjustments, logits_NV.shape[1]
     x = logits_NV.float().clone().view(-1, num_new, vocab_size)
@@ -58,7 +58,7 @@ def adjust_reference(
 
 
 def _bad_tokens(state: RowState, a: Adjustments, drafts_BD: Tensor, rows: Tensor, t: int, vocab_size: int) -> Tensor:
-    """Which tokens would complete a bad word after `t` drafted ones, bool [B, V]."""
+    """The tokens that would complete a bad word after `t` drafted ones, bool [B, V]."""
     words = a.bad_words_RBL[rows]
     matches = words[:, :, -1] >= 0
     for back in range(1, words.shape[2]):
@@ -110,7 +110,7 @@ def adjust_triton(
         BLOCK=BLOCK,
         BLOCKS=blocks,
         num_warps=4,
-        enable_fp_fusion=False,  # a fused multiply-add rounds once where the reference rounds twice
+        enable_fp_fusion=False,  # a fused multiply-add rounds once, the reference twice
         **shared,
     )
     _allow_stop_tokens_if_all_banned[(num_rows,)](
@@ -124,7 +124,7 @@ adjust = by_device(adjust_triton, adjust_reference)
 
 @jit
 def _bits(ptr, ids, inside):
-    """Of the ids in a set, 0 or 1."""
+    """The bits of these ids in a bit set: 0 or 1."""
     return (tl.load(ptr + ids // 32, mask=inside, other=0) >> (ids % 32)) & 1
 
 
@@ -216,7 +216,7 @@ def _adjust(
         allowed = _bits(mask_ptr + (row * POSITIONS + t) * WORDS, ids, inside)
         x = tl.where(allowed != 0, x, float("-inf"))
     tl.store(out_ptr + n * VOCAB + ids, x, mask=inside)
-    # What is not a number is not banned. A maximum leaves it aside.
+    # NaN counts as not banned. A maximum would ignore it, so it is replaced by 0.
     tl.store(largest_ptr + n * BLOCKS + block, tl.max(tl.where(x != x, 0.0, x), axis=0))
 
 

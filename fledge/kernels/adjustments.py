@@ -1,6 +1,6 @@
-"""What the sampling options of a batch's rows are, as device tensors that `kernels.adjust` reads.
+"""The sampling options of a batch's rows (penalties, bias, bans, grammar masks) as device tensors, read by `kernels.adjust`.
 
-The host fills a row when a request with options enters it. From then on the device counts the answer's tokens itself.
+The host fills a row when a request with options takes it. From then on the device counts the answer's tokens itself.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fledge.errors import RequestError
 from fledge.kernels.bits import num_words, pack_bits
 from fledge.kernels.triton_support import by_device, jit, let_next_start, next_power_of_2, overlap, tl, wait_for_inputs
 
-MAX_BAD_WORDS = 16  # of several tokens; single tokens are banned by their bias
+MAX_BAD_WORDS = 16  # bad words of several tokens; single tokens are banned by their bias
 MAX_BAD_WORD_TOKENS = 8
 MAX_COUNT = 32767  # int16
-# Options of a row: what it does not use is not read, so it may be left over from the request before.
+# Bits of `options_R`. Tensors of options that a row does not use are not read and may hold values of the row's last request.
 PENALTIES, BIAS, BAD_WORDS = 1, 2, 4
 
 
@@ -34,13 +34,13 @@ class Adjustments(NamedTuple):
     counts_RV: Tensor  # int16: how often each token is in the answer
     prompt_RW: Tensor  # int32 bits: tokens of the prompt
     bias_RV: Tensor  # float32; -inf: banned
-    bad_words_RBL: Tensor  # int32, aligned to the right, -1: none
-    has_mask_R: Tensor  # int32: 1 where `mask_RTW` holds
+    bad_words_RBL: Tensor  # int32, right-aligned, -1: no token
+    has_mask_R: Tensor  # int32: 1 if `mask_RTW` applies
     mask_RTW: Tensor  # int32 bits: the tokens that the grammar allows at each verified position
 
     @classmethod
     def empty(cls, num_rows: int, num_positions: int, vocab_size: int, device: torch.device | str) -> Adjustments:
-        """`num_positions`: most verified rows of a sequence."""
+        """Tensors for `num_rows` rows without options. `num_positions`: most verified rows of a sequence."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros((num_rows, *shape), dtype=dtype, device=device)
@@ -62,11 +62,11 @@ class Adjustments(NamedTuple):
 
 @dataclass(frozen=True)
 class RowOptions:
-    """What the host knows of a request that enters a row."""
+    """The sampling options of a request that takes a row."""
 
     row: int
     prompt: Sequence[int] = ()
-    answer: Sequence[int] = ()  # of a request that comes back
+    answer: Sequence[int] = ()  # the answer so far, if the request was preempted
     repetition: float = 1.0
     presence: float = 0.0
     frequency: float = 0.0
@@ -79,23 +79,23 @@ class RowOptions:
 
 
 def check_bad_words(words: Sequence[Sequence[int]]) -> None:
-    """Refuses what a row has no place for."""
+    """Raises if there are more or longer bad words than a row can hold."""
     longer = [word for word in words if len(word) > 1]
     if len(longer) > MAX_BAD_WORDS or max(map(len, longer), default=0) > MAX_BAD_WORD_TOKENS:
         raise RequestError(
-            f"bad_words: at most {MAX_BAD_WORDS} words of several tokens are watched for, of at most {MAX_BAD_WORD_TOKENS} "
-            "tokens each (a word counts twice where a space before it changes its tokens)"
+            f"bad_words: at most {MAX_BAD_WORDS} words of several tokens are supported, of at most {MAX_BAD_WORD_TOKENS} "
+            "tokens each (a word counts twice if a space before it changes its tokens)"
         )
 
 
 def clear_rows(adjustments: Adjustments, rows_B: Tensor) -> None:
-    """Requests without options enter these rows. Capturable."""
+    """Clears the options of rows for new requests. Capturable."""
     adjustments.options_R.index_fill_(0, rows_B, 0)
     adjustments.has_mask_R.index_fill_(0, rows_B, 0)
 
 
 def reset_rows(adjustments: Adjustments, new: Sequence[RowOptions]) -> None:
-    """Requests with options enter rows: one upload and a few index operations, none of which waits for the device."""
+    """Sets the options of rows for new requests: one upload and a few index operations, none of which waits for the device."""
     if not new:
         return
     words = adjustments.prompt_RW.shape[1]
@@ -141,7 +141,7 @@ def reset_rows(adjustments: Adjustments, new: Sequence[RowOptions]) -> None:
 
 
 def _upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Arrays of eight-byte numbers, in one copy."""
+    """Uploads arrays of eight-byte numbers in one copy."""
     whole = torch.from_numpy(np.concatenate([np.ascontiguousarray(array).reshape(-1).view(np.int64) for array in arrays]))
     if device.type != "cpu":
         whole = whole.pin_memory().to(device, non_blocking=True)
@@ -205,7 +205,7 @@ def _count_tokens(
     at = tl.arange(0, PADDED)
     emitted = (at < NEW) & (at < tl.load(counts_ptr + index))
     tokens = tl.load(tokens_ptr + index * NEW + at, mask=emitted, other=-1)
-    # A token that was emitted several times: each of its places stores the same sum.
+    # For a token that was emitted several times, each occurrence stores the same sum.
     times = tl.zeros([PADDED], tl.int32)
     for t in tl.static_range(NEW):
         token = tl.load(tokens_ptr + index * NEW + t)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fledge.kernels.triton_support import by_device, jit, let_next_start, overlap, tl, wait_for_inputs
 
-KEEP = -2  # as the first of a row's ids: the row stays as it is
+KEEP = -2  # as the first of a row's ids: the row stays unchanged
 BLOCK = 1024
 
 
@@ -19,14 +19,14 @@ def num_words(vocab_size: int) -> int:
 
 
 def pack_bits(ids: Iterable[int], words: int) -> np.ndarray:
-    """The words of one set, on the host, int32 [W]. Ids may repeat; thousands take some 10 us."""
+    """Returns the words of one set, on the host, int32 [W]. Ids may repeat; thousands take some 10 µs."""
     bits = np.zeros(32 * words, dtype=bool)
     bits[np.fromiter(ids, dtype=np.int64) if not isinstance(ids, np.ndarray) else ids] = True
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
 def set_bits_reference_(bits_RW: Tensor, rows_B: Tensor, ids_BS: Tensor) -> Tensor:
-    """Makes each of these rows the set of its S ids (-1: none), or leaves it where the first id is KEEP. Capturable."""
+    """Makes each of these rows the set of its S ids (-1: none); unchanged if the first id is KEEP. Capturable."""
     new = torch.zeros((len(rows_B), bits_RW.shape[1]), dtype=bits_RW.dtype, device=bits_RW.device)
     for ids in ids_BS.unbind(1):
         word = (ids.clamp(min=0) // 32)[:, None]
@@ -87,11 +87,11 @@ def _set_bits(
 
 
 def has_bit(bits_BW: Tensor, ids_BN: Tensor) -> Tensor:
-    """Which ids are in their row's set, bool [B, N]."""
+    """Whether each id is in its row's set, bool [B, N]."""
     return (bits_BW.gather(1, ids_BN // 32) >> (ids_BN % 32)) & 1 != 0
 
 
 def unpack_bits(bits_BW: Tensor, vocab_size: int) -> Tensor:
-    """Membership of every id, bool [B, V]."""
+    """Whether each id of the vocabulary is in the set, bool [B, V]."""
     shifts = torch.arange(32, dtype=bits_BW.dtype, device=bits_BW.device)
     return ((bits_BW[..., None] >> shifts) & 1 != 0).flatten(-2)[..., :vocab_size]

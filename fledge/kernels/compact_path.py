@@ -1,8 +1,8 @@
-"""Moves the keys and values of an accepted tree path to where a chain's would lie, in all layers at once.
+"""Moves the keys and values of an accepted tree path to the consecutive slots of a chain, in all layers at once.
 
 slots from `start`   | pending | node 0 | node 1 | node 2 | node 3 |    verified as a tree, in index order
 path  0 2 4          |    0    |        |    2   |        |    4   |    rows: the pending token's, then the accepted nodes'
-afterwards           | pending | node 1 | node 3 | …               |    the text again lies in consecutive places
+afterwards           | pending | node 1 | node 3 | …               |    the text is in consecutive slots again
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def compact_path_reference(
     path_BT: Tensor,
     counts_B: Tensor,
 ) -> None:
-    """`starts_B`: place of the pending token. `path_BT`: its row 0, then the rows of the accepted nodes, `counts_B` of them.
+    """`starts_B`: position of the pending token. `path_BT`: its row 0, then the `counts_B` rows of the accepted nodes.
 
-    A row whose count is 0 reads and writes nothing: its pages may be another's by now.
+    A row whose count is 0 reads and writes nothing: its pages may belong to another request by now.
     """
     place_T = torch.arange(path_BT.shape[1], device=path_BT.device)
     moved = (place_T > 0) & (place_T <= counts_B[:, None])
@@ -112,7 +112,7 @@ def _compact_path(
         to_offsets = base + target[:, None] * HEAD_DIM + lane[None, :]
         keys = tl.load(keys_ptr + from_offsets, mask=mask, other=0.0)
         values = tl.load(values_ptr + from_offsets, mask=mask, other=0.0)
-        # One thread's target is another's source: all are read before any is written.
+        # One thread's target may be another's source, so all are read before any is written.
         tl.debug_barrier()
         tl.store(keys_ptr + to_offsets, keys, mask=mask)
         tl.store(values_ptr + to_offsets, values, mask=mask)

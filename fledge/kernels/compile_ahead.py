@@ -1,10 +1,10 @@
 """Compiles Triton kernels in several processes, before the first of them is launched.
 
     with side_by_side():
-        trace()            launches are left out; what they would have compiled is noted
-    # forked processes have compiled all of it into Triton's cache on disk, and this one has loaded it
+        trace()            launches are skipped; the kernels that they need are recorded
+    # forked processes have compiled all of them into Triton's cache on disk, and this process has loaded them
 
-One after another the kernels of SmolLM2-135M take 85 s on a machine that has compiled none of them.
+Compiled one after another, the kernels of SmolLM2-135M take 85 s with an empty cache.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ except ImportError:
 log = logging.getLogger("fledge.kernels")
 
 MAX_PROCESSES = 16
-MAX_SECONDS = 120.0  # after which this process goes on alone: a forked one may hang on a lock that some thread held
+MAX_SECONDS = 120.0  # then this process compiles the rest: a forked one may hang on a lock that a thread held at the fork
 _tracing: Kernels | None = None
 
 
 class Kernel:
-    """One that is to be compiled. In the cache of a Triton function it stands for the compiled one."""
+    """A kernel to compile. It takes the compiled kernel's place in the cache of its Triton function."""
 
     def __init__(self, key: Hashable, compile_it: Callable[[], Any], finish: Callable[[Any], None]) -> None:
         self.key, self.compile_it, self.finish = key, compile_it, finish
@@ -51,7 +51,7 @@ class Kernel:
 
 
 class Kernels:
-    """Stands in for Triton's `AsyncCompileMode`: keeps what is to be compiled."""
+    """Replaces Triton's `AsyncCompileMode`: collects the kernels to compile."""
 
     def __init__(self) -> None:
         self.by_key: dict[Hashable, Kernel] = {}
@@ -66,7 +66,7 @@ def is_tracing() -> bool:
 
 @contextmanager
 def side_by_side() -> Iterator[None]:
-    """Inside, kernels are not launched. At the end, all that were asked for are compiled."""
+    """Inside the block kernels are not launched; at its end all that would have been are compiled."""
     global _tracing
     if JITFunction is None or not hasattr(_async_compile, "active_mode"):
         yield
@@ -79,7 +79,7 @@ def side_by_side() -> Iterator[None]:
 
     def note(self: Any, key: Hashable, signature: Any, device: Any, *others: Any, **options: Any) -> Any:
         kernel = compile_it(self, key, signature, device, *others, **options)
-        self.device_caches[device][0][key] = kernel  # found there when it is asked for again
+        self.device_caches[device][0][key] = kernel  # so that a later launch finds it
         return kernel
 
     token = _async_compile.active_mode.set(kernels)
@@ -99,14 +99,14 @@ def side_by_side() -> Iterator[None]:
 
 
 def in_processes(tasks: Sequence[Callable[[], Any]], max_seconds: float = MAX_SECONDS) -> None:
-    """Runs tasks in forked processes, for what they leave on disk. One that fails or hangs is left to the caller."""
+    """Runs tasks in forked processes; only what they write to disk is kept. The caller must redo tasks that fail or hang."""
     count = min(len(os.sched_getaffinity(0)), MAX_PROCESSES, len(tasks))
     if count < 2:
         return
     children = set()
     for number in range(count):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # threads do not live on in the child, which needs none
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads, which a fork does not copy: none are needed
             child = os.fork()
         if child == 0:
             try:

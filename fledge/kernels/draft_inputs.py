@@ -1,8 +1,8 @@
-"""What the drafter of a captured step reads and keeps.
+"""The drafter's inputs and its state between captured steps.
 
-`draft_inputs`: a token with the state it is paired with, [input_layernorm(embedding) ; hidden_norm(state)].
-`fuse_inputs`: the tapped target states side by side, each with its own norm.
-`keep_last`: of a sequence's rows, the last that counts becomes its state.
+`draft_inputs`: a token and the state it is paired with, [input_layernorm(embedding) ; hidden_norm(state)].
+`fuse_inputs`: the tapped target states, concatenated, each with its own norm.
+`keep_last`: stores the last valid row of each sequence as its state.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fledge.kernels.triton_support import (
     wait_for_inputs,
 )
 
-MAX_TAPS = 4  # states that the kernel takes; with more the reference runs
+MAX_TAPS = 4  # most states that the kernel takes; with more the reference runs
 
 
 class DraftInputs(NamedTuple):
     x_N2D: Tensor
     residual_ND: Tensor
-    starts_B: Tensor | None  # of captured passes alone, where the host does not know them
+    starts_B: Tensor | None  # only in captured passes, where the host does not know them
     counts_B: Tensor | None
 
 
@@ -51,8 +51,9 @@ def draft_inputs_reference(
     length_R: Tensor | None = None,
     active_R: Tensor | None = None,
 ) -> DraftInputs:
-    """Synchronising (`step` 0): `tokens` [N] with the fused target states. Drafting the token after `step` drafted ones:
-    `tokens` is the choice of the last of them, which is written down; `output_norm` normalises the fed-back state."""
+    """The first layer's inputs. For a sync (`step` 0): `tokens` [N] with the fused target states. To draft the token after
+    `step` drafted ones: `tokens` is the choice of the last of these, which is stored in `drafts_RD`; `output_norm` is applied
+    to the fed-back state."""
     starts = counts = None
     if step:
         batch = len(h_ND)
@@ -130,7 +131,7 @@ draft_inputs = by_device(draft_inputs_triton, draft_inputs_reference)
 
 
 def fuse_inputs(taps: Sequence[Tensor], whole: NormLike | None, each: Sequence[NormLike] | None) -> Tensor:
-    """`whole`: a norm over all of them together; `each`: one per state."""
+    """Concatenates and norms the tapped states. `whole`: a norm over all of them together; `each`: one norm per state."""
     if whole is None and each is not None and use_triton(taps[0]) and len(taps) <= MAX_TAPS:
         return fuse_inputs_triton(taps, each)
     return fuse_inputs_reference(taps, whole, each)
@@ -168,7 +169,7 @@ def fuse_inputs_triton(taps: Sequence[Tensor], each: Sequence[NormLike]) -> Tens
 
 
 def keep_last_reference(x_ND: Tensor, counts_B: Tensor, state_RD: Tensor) -> None:
-    """Row counts - 1 of each sequence; a sequence without rows keeps its state."""
+    """Stores row `counts - 1` of each sequence as its state; a sequence without rows keeps its old state."""
     batch = len(counts_B)
     last = x_ND.view(batch, -1, x_ND.shape[1])[torch.arange(batch), counts_B.long().clamp(min=1) - 1]
     state_RD[:batch] = torch.where(counts_B[:, None] > 0, last, state_RD[:batch])

@@ -1,4 +1,4 @@
-"""An MLP's gate, from the fused projection [gate ; up]: silu(gate) * up, or Gemma's gelu(gate) * up with the tanh form."""
+"""The gate of an MLP, from the fused projection [gate ; up]: silu(gate) * up, or Gemma's gelu(gate) * up in the tanh form."""
 
 from __future__ import annotations
 

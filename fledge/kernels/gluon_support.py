@@ -1,4 +1,4 @@
-"""Gluon, Triton's language with explicit layouts, where it is installed."""
+"""Imports Gluon, Triton's language with explicit layouts, if it is installed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def pack_logprobs(found: TokenLogprobs) -> Tensor:
-    """float32 [N, 1 + 2 C], the ids as bits: one copy to the host instead of three."""
+    """Packs into float32 [N, 1 + 2 C], the ids' bits as floats, so that one copy to the host is enough instead of three."""
     return torch.cat([found.chosen_N[:, None], found.values_NC, found.ids_NC.view(torch.float32)], 1)
 
 
@@ -45,19 +45,19 @@ def unpack_logprobs(packed: Tensor) -> TokenLogprobs:
 
 
 def token_logprobs_reference(logits_NV: Tensor, tokens_N: Tensor, count: int = MAX_LOGPROBS) -> TokenLogprobs:
-    """`count`: how many of the likeliest; at most the vocabulary."""
+    """Log-probabilities of `tokens_N` and of the `count` likeliest tokens (at most the vocabulary) of each row."""
     logits = logits_NV.float()
     count = min(count, logits.shape[1])
     sums = logits.logsumexp(-1, keepdim=True)
     smallest = logits.topk(count).values[:, -1:]
-    # `topk` may take any of several equal logits: all that reach its last one, in a stable order, decide.
+    # `topk` may return any of several equal logits: so all that are at least its last one are sorted in a stable order.
     ids = torch.stack([_largest(row, least, count) for row, least in zip(logits, smallest, strict=True)])
     chosen = logits.gather(1, tokens_N.long()[:, None]) - sums
     return TokenLogprobs(chosen[:, 0], logits.gather(1, ids) - sums, ids.int())
 
 
 def _largest(logits_V: Tensor, least: Tensor, count: int) -> Tensor:
-    ids = (~(logits_V < least)).nonzero()[:, 0]  # with NaN, too
+    ids = (~(logits_V < least)).nonzero()[:, 0]  # not `>=`, so that NaN is included
     return ids[logits_V[ids].sort(descending=True, stable=True).indices[:count]]
 
 
@@ -66,7 +66,7 @@ def token_logprobs_triton(logits_NV: Tensor, tokens_N: Tensor, count: int = MAX_
     assert logits_NV.stride(1) == 1
     assert tokens_N.is_contiguous()
     device, count, blocks = logits_NV.device, min(count, vocab_size), -(-vocab_size // BLOCK)
-    # What a block lacks of `count` is smaller than any logit.
+    # A block with fewer than `count` logits is filled up with keys smaller than any logit's.
     keys = torch.empty((num_rows, blocks, count), dtype=torch.int64, device=device)
     sums = torch.empty((num_rows, blocks), dtype=torch.float32, device=device)
     chosen = torch.empty(num_rows, dtype=torch.float32, device=device)
@@ -112,7 +112,7 @@ _SMALLEST = constant(-(2**63))  # a key below all others
 
 @jit
 def _key(x, ids):
-    """Orders by x, then by the lower id. An IEEE number's bits order like an integer once a negative one's are flipped."""
+    """A key that sorts by x, then by the lower id. IEEE bits sort like integers once those of negative numbers are flipped."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 is 0.0
     ordered = bits ^ ((bits >> 31) & INT_MAX)
     return (ordered.to(tl.int64) << 32) | (INT_MAX - ids).to(tl.int64)

@@ -1,6 +1,6 @@
-"""The C kernels of the CPU (`cpu/`), called through ctypes: linears, norms, the likeliest token. Layers: `native_layers`.
+"""The CPU's C kernels (`cpu/`), called through ctypes: linears, norms, the likeliest token. Layers: `native_layers`.
 
-Without a C compiler the torch path serves.
+Without a C compiler the slower torch operations are used.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fledge.kernels.quantization import QuantizedWeight
 
 log = logging.getLogger("fledge.kernels")
 
-PANEL = 32  # outputs that lie side by side; cpu/linear.h
-# Numbers of the formats that no GGUF file has; cpu/blocks.h.
+PANEL = 32  # outputs stored side by side; cpu/linear.h
+# Numbers of the formats that do not occur in GGUF files; cpu/blocks.h.
 GROUP_FORMATS = {8: 108, 4: 104}
 WIDE_OFFSETS = 105
 TENSOR_FORMATS = {getattr(torch, dtype): name for name, dtype in PLAIN.items()}
-PACKED_AT_ONCE = 4 << 20  # bytes of a GGUF file
+PACKED_AT_ONCE = 4 << 20  # bytes of a GGUF file that are packed per call
 MAX_PARTS = 3
-# Up to so many rows a call takes milliseconds and keeps the interpreter's lock, which costs more to hand over and win back.
+# Up to this many rows a call takes only milliseconds and keeps the GIL: releasing and reacquiring it costs more.
 QUICK_ROWS = 16
 
 
@@ -55,7 +55,7 @@ class LinearArguments(Structure):
 class Library:
     def __init__(self, path: str) -> None:
         self.quick = self._declared(ctypes.PyDLL(path))
-        self.patient = self._declared(ctypes.CDLL(path))  # gives the interpreter's lock away meanwhile
+        self.patient = self._declared(ctypes.CDLL(path))  # releases the GIL during calls
 
     @staticmethod
     def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
@@ -82,13 +82,13 @@ class Library:
 
 @cache
 def library() -> Library | None:
-    """None where there is no compiler, or FLEDGE_NATIVE=0."""
+    """The compiled C library; None without a compiler or with FLEDGE_NATIVE=0."""
     if os.environ.get("FLEDGE_NATIVE") == "0":
         return None
     command = compiler()
     if command is None:
         log.warning(
-            "no C compiler was found, so torch serves, several times slower than the CPU kernels; install gcc or clang, or "
+            "no C compiler was found, so torch is used, several times slower than the CPU kernels; install gcc or clang, or "
             "`pip install ziglang`"
         )
         return None
@@ -97,7 +97,7 @@ def library() -> Library | None:
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or b""
         lines = said.decode(errors="replace").strip().splitlines() or [str(error)]
-        log.warning("the CPU kernels could not be built, so torch serves, several times slower: %s", printable(lines[-1], 300))
+        log.warning("the CPU kernels could not be built, so torch is used, several times slower: %s", printable(lines[-1], 300))
         return None
 
 
@@ -106,7 +106,7 @@ def address(x: Tensor | None) -> int | None:
 
 
 def _panels(x_OI: Tensor) -> Tensor:
-    """[outputs / PANEL, PANEL, …], the last panel padded with zeros."""
+    """Reshapes to [outputs / PANEL, PANEL, …], the last panel padded with zeros."""
     outputs = x_OI.shape[0]
     padded = x_OI.new_zeros(-(-outputs // PANEL) * PANEL, *x_OI.shape[1:])
     padded[:outputs] = x_OI
@@ -114,9 +114,9 @@ def _panels(x_OI: Tensor) -> Tensor:
 
 
 def _grouped_panels(weight: QuantizedWeight) -> Tensor:
-    """[panels, groups, bytes]: of each group scales, offsets and codes."""
+    """The panels of a quantised weight, [panels, groups, bytes]: scales, offsets and codes of each group."""
     groups, parts = weight.scales.shape[1], [weight.scales]
-    if weight.bits == 4:  # without offsets a nibble stands for itself less 8
+    if weight.bits == 4:  # without offsets a nibble means its value minus 8
         parts.append(-8 * weight.scales if weight.offsets is None else weight.offsets)
         pairs = weight.codes.unflatten(1, (-1, 4))  # a byte: two neighbouring inputs; a word: four of them
         low, high = (pairs & 15, pairs >> 4)  # the first inputs go to the word's low half, the second to its high half
@@ -131,8 +131,8 @@ def _grouped_panels(weight: QuantizedWeight) -> Tensor:
 
 
 class _Arena:
-    """Memory in huge pages, where the system has them: a pass of one row over SmolLM2 takes 4.6 ms on one core, and 4.9 ms from
-    pages of 4 KiB. What is taken lives as long as its tensor; chunks hold many."""
+    """Allocates memory in huge pages if the system has them: a pass of one row over SmolLM2 takes 4.6 ms on one core, and
+    4.9 ms with pages of 4 KiB. A chunk holds many tensors and is freed with the last of them."""
 
     CHUNK = 32 << 20
 
@@ -145,7 +145,7 @@ class _Arena:
             self.left = max(rounded, self.CHUNK)
             memory = mmap.mmap(-1, self.left, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
-                with suppress(OSError):  # kernels may be built without them
+                with suppress(OSError):  # the system may not support huge pages
                     memory.madvise(mmap.MADV_HUGEPAGE)
             self.chunk = torch.frombuffer(memory, dtype=torch.uint8)
         start = len(self.chunk) - self.left
@@ -157,7 +157,7 @@ _arena = _Arena()
 
 
 def _block_panels(blocks: Blocks) -> Tensor:
-    """A tensor of a GGUF file in panels. The file's pages are given back meanwhile, so that the weights are in memory once."""
+    """Packs a GGUF tensor into panels. The file's pages are released along the way, so the weights are in memory only once."""
     if blocks.format in PLAIN:
         panels = _plain_panels(blocks.plain())
         blocks.release()
@@ -178,7 +178,7 @@ def _plain_panels(weight_OI: Tensor) -> Tensor:
 
 
 def look_up(blocks: Blocks, rows: Tensor) -> Tensor:
-    """Rows of a GGUF tensor in fp32, read where they lie in the file."""
+    """Rows of a GGUF tensor in fp32, read directly from the mapped file."""
     rows = rows.to(torch.int64).contiguous()
     out = torch.empty(*rows.shape, blocks.inputs)
     outside = library().quick.look_up(
@@ -197,13 +197,13 @@ def look_up(blocks: Blocks, rows: Tensor) -> Tensor:
 
 
 class NativeLinear:
-    """A linear's weights in the order in which `cpu/linear.h` reads them: plain, quantised in groups, or the blocks of GGUF
-    tensors, whose outputs follow each other and whose formats may differ."""
+    """A linear's weights in the layout of `cpu/linear.h`: plain, quantised in groups, or GGUF blocks of several tensors, whose
+    outputs are concatenated and whose formats may differ."""
 
     def __init__(
         self, weight_OI: Tensor | QuantizedWeight | list[Blocks], bias: Tensor | None, order_I: Tensor | None = None
     ) -> None:
-        """`order`: of a quantised weight, the input that each column reads."""
+        """`order_I`: for a quantised weight, the input that each column reads; None: in order."""
         group, self.order = 0, None if order_I is None else order_I.long().contiguous()
         assert self.order is None or isinstance(weight_OI, QuantizedWeight)
         if isinstance(weight_OI, QuantizedWeight):
@@ -231,18 +231,18 @@ class NativeLinear:
 
     @property
     def weight(self) -> Tensor:
-        """[outputs, inputs], of plain linears."""
+        """The weight [outputs, inputs] of an unquantised linear."""
         assert self.is_plain, "codes are not weights"
         return self.panels[0].transpose(1, 2).flatten(0, 1)[: self.arguments.outputs]
 
     @property
     def num_bytes(self) -> int:
-        """Without the padding."""
+        """The size of the weights without padding."""
         parts = zip(self.panels, self.arguments.parts, strict=False)
         return sum(panels.nbytes // (-(-part.outputs // PANEL) * PANEL) * part.outputs for panels, part in parts)
 
     def stream(self) -> None:
-        """From now on few rows read the weights without keeping them in the caches."""
+        """Makes passes of few rows read the weights without keeping them in the processor's caches."""
         self.arguments.streamed = 1
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -256,16 +256,16 @@ class NativeLinear:
 
 @cache
 def cache_bytes() -> int:
-    """Of the last cache; 0: the system does not say."""
+    """The size of the last-level cache; 0: the system does not report it."""
     with suppress(OSError, ValueError):  # "32768K"
         return int(Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip().removesuffix("K")) << 10
     return 0
 
 
 def stream_past_caches(linears: Sequence[NativeLinear]) -> None:
-    """Has the linears of a network stream where all together exceed the last cache, so that none would be found there again.
+    """Makes a network's linears stream if together they exceed the last-level cache and would be evicted before reuse anyway.
 
-    What lies in it then stays: SmolLM2's drafter (16 MB of a cache of 32) drafts faster: 3-8 % more tokens/s.
+    Other data then stays in the cache: SmolLM2's drafter (16 MB of a 32 MB cache) drafts faster, with 3-8 % more tokens/s.
     """
     size = cache_bytes()
     if size and sum(linear.num_bytes for linear in linears) > size:
@@ -274,7 +274,7 @@ def stream_past_caches(linears: Sequence[NativeLinear]) -> None:
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, out_ND: Tensor | None = None) -> Tensor:
-    """`out` may be some columns of a wider tensor."""
+    """RMSNorm of rows; `out_ND` may be some columns of a wider tensor."""
     out = torch.empty_like(x_ND) if out_ND is None else out_ND
     rows, size = x_ND.shape
     library().quick.rms_norm(x_ND.data_ptr(), weight_D.data_ptr(), out.data_ptr(), rows, size, out.stride(0), eps)
@@ -282,9 +282,9 @@ def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float, out_ND: Tensor | None =
 
 
 def best_of(logits_NV: Tensor, *, probability: bool = False) -> tuple[list[int], list[float] | None]:
-    """The likeliest token of each row and, if asked for, its probability.
+    """Returns the likeliest token of each row and, if `probability`, its probability.
 
-    In C also because torch would wake its own threads for it, which then spin on the cores that the next layer needs.
+    In C because torch would wake its own threads for it, which then spin on the cores that the next layer needs.
     """
     if library() is None or logits_NV.dtype != torch.float32 or logits_NV.is_cuda or not logits_NV.is_contiguous():
         best = logits_NV.float().max(-1)

@@ -1,4 +1,4 @@
-"""The C sources in `cpu/` compiled for this machine on first use, by whatever C compiler there is."""
+"""Compiles the C sources in `cpu/` for this machine on first use, with any C compiler that is installed."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fledge.errors import UserError
 from fledge.sources import cache_folder
 
 SOURCES = Path(__file__).with_name("cpu")
-# Compiled and linked apart: linking with -ffast-math would switch off denormals for the whole process.
-# For this machine's processor: on ARM, Clang knows it by another option than elsewhere, and GCC by both.
+# Compiling and linking are separate: linking with -ffast-math would turn off denormals for the whole process.
+# The option for this machine's processor differs on ARM with Clang; GCC accepts both there.
 PROCESSOR = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 COMPILE = ("-std=gnu11", "-O3", PROCESSOR, "-ffast-math", "-fPIC", "-c")
 LIBRARIES = ("-lm", "-lpthread")
-FLAGS_VARIABLE = "FLEDGE_NATIVE_FLAGS"  # more flags for both steps, as `make test-sanitize` gives them
+FLAGS_VARIABLE = "FLEDGE_NATIVE_FLAGS"  # additional flags for both steps, used by `make test-sanitize`
 
 
 def compiler() -> list[str] | None:
-    """$CC, the system's compiler, or the one that comes as a Python package (`pip install ziglang`)."""
+    """The command of the C compiler: $CC, the system's, or the one in a Python package (`pip install ziglang`)."""
     for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
         if name and shutil.which(name.split()[0]):
             return name.split()
@@ -36,7 +36,7 @@ def compiler() -> list[str] | None:
 
 
 def built(command: list[str]) -> Path:
-    """The shared library, kept by sources, compiler and processor: code for one does not run on all."""
+    """Returns the shared library's path, compiling it if it is not cached for these sources, compiler and processor."""
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
     texts = [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".c", ".h")]
     more = os.environ.get(FLAGS_VARIABLE, "").split()
@@ -49,7 +49,7 @@ def built(command: list[str]) -> Path:
                 f"{target.parent}: belongs to another user, so libraries in it are not loaded; set FLEDGE_CACHE to a folder of "
                 "your own"
             )
-        # Others could write here until now: what lies here is built again.
+        # Other users could write to this folder until now, so its library is built again.
         target.parent.chmod(0o700)
         target.unlink(missing_ok=True)
     if not target.exists() or not _is_ours(target):
@@ -66,7 +66,7 @@ def built(command: list[str]) -> Path:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether no other user may change it: a library's code runs in this process."""
+    """Whether no other user can change the file or folder: a library's code runs in this process."""
     status = path.lstat()
     return status.st_uid in (os.getuid(), 0) and not status.st_mode & 0o022 and not stat.S_ISLNK(status.st_mode)
 

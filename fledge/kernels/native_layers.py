@@ -18,7 +18,7 @@ from fledge.kernels.linear.reference import NormModule
 from fledge.kernels.native import PANEL, TENSOR_FORMATS, LinearArguments, address, library
 
 MAX_ROPES = 2  # rotary embeddings of a network; cpu/layer.h
-# Of a KV cache; a cache of bytes holds blocks.
+# Format numbers of KV caches; uint8 holds Q8_0 blocks.
 CACHE_FORMATS = {
     dtype: FORMATS[name].number for dtype, name in ((torch.float32, "F32"), (torch.float16, "F16"), (torch.uint8, "Q8_0"))
 }
@@ -85,7 +85,7 @@ class DrafterArguments(Structure):
 
 
 class LayerLike(Protocol):
-    """The parts of `models.layers.Layer`."""
+    """The parts of `models.layers.Layer` that are used here."""
 
     @property
     def input_layernorm(self) -> NormModule: ...
@@ -107,13 +107,13 @@ class LayerLike(Protocol):
 
 
 class NativeBatch:
-    """The sequences of one pass, for all its layers. `num_more`: see `CpuOps.batch`.
+    """The sequences of one pass in C's layout, used by all its layers. `num_more`: see `CpuOps.batch`.
 
-    One array of longs holds C's `Batch`, its `Sequence`s and their runs, each pointing to the next. ctypes structures take
-    1.5 times as long to fill, and a step fills two.
+    One array of longs holds C's `Batch`, its `Sequence`s and their runs, with pointers between them. ctypes structures would
+    take 1.5 times as long to fill, and a step fills two.
     """
 
-    BATCH, SEQUENCE = 5 + 2 * MAX_ROPES, 5  # longs of each; cpu/layer.h, cpu/attention.h
+    BATCH, SEQUENCE = 5 + 2 * MAX_ROPES, 5  # sizes in longs; cpu/layer.h, cpu/attention.h
 
     def __init__(
         self, host: HostLayouts, tables: Sequence[tuple[Tensor, Tensor]], positions_N: Tensor, num_more: int = 0
@@ -121,7 +121,7 @@ class NativeBatch:
         """`tables`: cosines and sines [positions, E] of each of the network's rotary embeddings."""
         self.rows, layouts = len(positions_N), host.sequences
         positions_N = positions_N.contiguous()
-        self.kept: list[Any] = [tables, positions_N]  # their memory is pointed to
+        self.kept: list[Any] = [tables, positions_N]  # kept alive, because C has pointers to them
         first_run = self.BATCH + self.SEQUENCE * len(layouts)
         sequences: list[int] = []
         runs: list[int] = []
@@ -144,7 +144,7 @@ class NativeBatch:
 
 
 class NativeLayer:
-    """One layer, weights and cache, as C takes it. Of a layer with experts, all before these."""
+    """The C arguments of one layer: its weights and its cache. For a layer with experts, the part before the experts."""
 
     def __init__(self, layer: LayerLike, keys_KSE: Tensor, values_KSE: Tensor) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -154,7 +154,7 @@ class NativeLayer:
         post_norm = layer.post_attention_layernorm
         outputs = [layer.attention_output_norm, layer.mlp_output_norm]
         norms = [input_norm, post_norm, attention.q_norm, attention.k_norm, *outputs]
-        self.kept = (linears, norms, keys_KSE, values_KSE)  # their memory is pointed to
+        self.kept = (linears, norms, keys_KSE, values_KSE)  # kept alive, because C has pointers to them
         self.arguments = LayerArguments(
             *(address(None if norm is None else norm.weight) for norm in norms),
             post_norm.eps,
@@ -178,7 +178,7 @@ class NativeLayer:
 
     @staticmethod
     def serves(layer: LayerLike, keys_KSE: Tensor) -> bool:
-        """Packed linears throughout, a cache of a known type, and gates in whole panels."""
+        """Whether C can run the layer: all linears are packed, the cache has a known dtype, gates fill whole panels."""
         attention, mlp = layer.self_attn, layer.mlp
         mlps = [*mlp.experts, *([] if mlp.shared_expert is None else [mlp.shared_expert])] if hasattr(mlp, "experts") else [mlp]
         linears = [getattr(attention, "qkv_proj", None), attention.o_proj]
@@ -188,7 +188,7 @@ class NativeLayer:
 
 
 class NativeLayers:
-    """All layers of a network; they change the residual stream in place. One call: thirty took 0.25 ms more a pass."""
+    """Runs all layers of a network in one call, on the residual stream in place. Thirty calls took 0.25 ms more per pass."""
 
     def __init__(self, layers: Sequence[NativeLayer]) -> None:
         self.kept = tuple(layers)
@@ -199,7 +199,7 @@ class NativeLayers:
     def __call__(
         self, batch: NativeBatch, x_ND: Tensor, normed: Tensor | None = None, taps: Sequence[int] = ()
     ) -> Sequence[Tensor]:
-        """Copies of the stream after each of `taps` layers. `normed`: the first attention's input, if it has no norm."""
+        """Returns copies of the stream after each of `taps` layers. `normed`: the first attention's input if it has no norm."""
         order = sorted(taps)
         tapped = x_ND.new_empty(len(taps), *x_ND.shape) if taps else None
         run = library().for_rows(batch.rows).run_layers
@@ -212,7 +212,7 @@ class NativeLayers:
 
 
 def _in_order(states: Sequence[Tensor], taps: Sequence[int]) -> Sequence[Tensor]:
-    """C writes states by layer; here as they were asked for."""
+    """Orders the states as in `taps`; C writes them in ascending order of layers."""
     order = sorted(taps)
     return states if order == list(taps) else [states[order.index(tap)] for tap in taps]
 
@@ -228,11 +228,11 @@ def embedding_arguments(embedding: nn.Module) -> EmbeddingArguments:
 
 
 class NativeTarget:
-    """A target in C: from tokens to logits in one call."""
+    """Runs a target in C: from tokens to logits in one call."""
 
     def __init__(self, network: Any, layers: NativeLayers) -> None:
         """`network`: a `models.decoder.Decoder`."""
-        self.kept = (network, layers)  # their memory is pointed to
+        self.kept = (network, layers)  # kept alive, because C has pointers to them
         scale = network.config.embedding_scale
         norm, head = network.norm, network.lm_head.native.arguments
         self.size, self.num_logits = head.inputs, head.outputs
@@ -264,15 +264,15 @@ class NativeTarget:
 
 
 class NativeExperts:
-    """The experts of one layer."""
+    """Runs the experts of one layer in C."""
 
     def __init__(self, experts: Sequence[Any]) -> None:
-        self.experts = experts  # their memory is pointed to
+        self.experts = experts  # kept alive, because C has pointers to them
         linears = ((expert.gate_up_proj.native.arguments, expert.down_proj.native.arguments) for expert in experts)
         self.arguments = (ExpertArguments * len(experts))(*linears)
 
     def __call__(self, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor) -> None:
-        """Adds to the residual stream in place."""
+        """Adds the experts' output to the residual stream in place."""
         (rows, per_row), num_experts = experts_NK.shape, len(self.experts)
         parts = (x_ND, experts_NK, weights_NK, residual_ND)
         assert all(part.is_contiguous() for part in parts)
@@ -283,7 +283,7 @@ class NativeExperts:
 
 
 class NativeDrafter:
-    """An EAGLE network in C: a draft step, or a whole chain of one sequence, in one call."""
+    """Runs an EAGLE network in C: a draft step, or a whole chain of one sequence, in one call."""
 
     def __init__(self, network: Any, layers: NativeLayers) -> None:
         """`network`: a `models.drafter.EagleDrafter`."""
@@ -293,7 +293,7 @@ class NativeDrafter:
         self.drafts_chains = None not in linears
         tap_norms = network.fc_norm and (c_void_p * len(network.fc_norm))(*(norm.weight.data_ptr() for norm in network.fc_norm))
         target_ids = network.target_ids(torch.arange(config.draft_vocab_size))
-        self.kept = (network, norms, layers, tap_norms, target_ids)  # their memory is pointed to
+        self.kept = (network, norms, layers, tap_norms, target_ids)  # kept alive, because C has pointers to them
         self.arguments = DrafterArguments(
             embedding_arguments(network.embedding),
             *(norm.weight.data_ptr() for norm in norms),
@@ -308,11 +308,11 @@ class NativeDrafter:
             *(LinearArguments() if linear is None else linear.arguments for linear in linears),
             target_ids.data_ptr(),
         )
-        self.arguments.head.streamed = 0  # the target's may be; here every draft reads it again
+        self.arguments.head.streamed = 0  # may be set in the target's head, but every draft step reads it again
         self.pointer = ctypes.addressof(self.arguments)
 
     def step(self, batch: NativeBatch, tokens_N: Tensor, h_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """The residual stream after the layers, and its norm."""
+        """Runs a draft step; returns the residual stream after the layers, and its norm."""
         h_ND = h_ND.contiguous()
         x, post = torch.empty_like(h_ND), torch.empty_like(h_ND)
         run = library().for_rows(batch.rows).run_drafter
@@ -331,7 +331,7 @@ class NativeDrafter:
         threshold: float,
         covered: float,
     ) -> tuple[list[int], list[float]]:
-        """Synchronises one sequence, from `first_row` of the taps on, and drafts greedily: tokens and their probabilities.
+        """Syncs one sequence, from `first_row` of the taps on, and drafts greedily; returns tokens and their probabilities.
 
         See `draft_chain` in `cpu/library.c`.
         """

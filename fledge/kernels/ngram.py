@@ -1,11 +1,11 @@
-"""N-gram drafting on the device: what followed the text's last few tokens where they occurred before.
+"""N-gram drafting on the device: drafts the tokens that followed an earlier occurrence of the text's last few tokens.
 
-    text     … 7 3 5 8 1 … 4 3 5 |          the last n = 2 tokens are 3 5; before they were followed by 8 1 …
-                   ^ end                    `end`: the place after an earlier occurrence; drafts are tokens[end], …
+    text     … 7 3 5 8 1 … 4 3 5 |          the last n = 2 tokens are 3 5; earlier they were followed by 8 1 …
+                   ^ end                    `end`: the position after an earlier occurrence; drafts are tokens[end], …
 
-The longest n that occurs earlier wins, and of its occurrences the most recent. An occurrence may overlap the text's end but is
-never the end itself. Drafts that would lie past the text, and all drafts of a row without an occurrence, are the text's
-last token: shapes are fixed, and a wrong draft costs nothing but its row.
+The longest n that occurs earlier is used, and of its occurrences the most recent. An occurrence may overlap the text's end but
+is never the end itself. Drafts beyond the text's end, and all drafts of a row without an occurrence, are the text's last token:
+shapes are fixed, and a wrong draft costs nothing except its row.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fledge.kernels.triton_support import jit, let_next_start, next_power_of_2, overlap, tl, use_triton, wait_for_inputs
 
-BLOCK = 2048  # places a program compares at once
-# An occurrence is ranked by (matched tokens, place) in one int32: place < STRIDE.
+BLOCK = 2048  # positions that a program compares at once
+# An occurrence is ranked by (matched tokens, position) in one int32: position < STRIDE.
 STRIDE = 1 << 24
 MAX_LONGEST = 127
 
@@ -24,7 +24,7 @@ MAX_LONGEST = 127
 def ngram_drafts(
     tokens_RL: Tensor, length_R: Tensor, active_R: Tensor, batch: int, depth: int, longest: int = 4, shortest: int = 2
 ) -> Tensor:
-    """Drafts int64 [batch, depth] for the first `batch` rows, whose texts are `tokens_RL[r, : length_R[r]]`."""
+    """Returns drafts int64 [batch, depth] for the first `batch` rows, whose texts are `tokens_RL[r, : length_R[r]]`."""
     assert 1 <= shortest <= longest <= MAX_LONGEST
     assert tokens_RL.shape[1] < STRIDE
     run = ngram_drafts_triton if use_triton(tokens_RL) else ngram_drafts_reference
@@ -36,7 +36,7 @@ def ngram_drafts_reference(
 ) -> Tensor:
     tokens_BL, length_B1 = tokens_RL[:batch], length_R[:batch, None].long()
     last_B1 = (length_B1 - 1).clamp(min=0)
-    place_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)  # of an n-gram's last token
+    place_L = torch.arange(tokens_BL.shape[1], device=tokens_BL.device)  # positions of an n-gram's last token
     matches = (place_L < last_B1) & (active_R[:batch, None] != 0)
     num_matched = torch.zeros_like(matches, dtype=torch.int64)
     for back in range(longest):
@@ -96,7 +96,7 @@ def _ngram_drafts(
     active = tl.load(active_ptr + row)
     last = tl.maximum(length - 1, 0)
     best = length * 0
-    # Backwards from the latest place where an occurrence can end; the first block with a longest match has the most recent one.
+    # Searches backwards from the latest possible end of an occurrence, block by block, until a match of LONGEST tokens.
     latest = tl.where(active != 0, last, 0)
     while (latest >= SHORTEST) & (best < LONGEST * RANK_STRIDE):
         end = latest - tl.arange(0, PLACES)

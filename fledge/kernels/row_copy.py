@@ -1,6 +1,6 @@
-"""Rows of tensors, copied; on CPU in the calling thread, by numpy.
+"""Copies rows of tensors; on CPU with numpy in the calling thread.
 
-torch's own threads would go on spinning for a while on the cores that the next pass needs: one gather by torch makes a step of
+torch's own threads would keep spinning for a while on the cores that the next pass needs: one gather by torch makes a step of
 sixteen requests a sixth slower.
 """
 

@@ -1,15 +1,15 @@
-"""The next token of each row, on the device: the likeliest, or drawn by the Gumbel-max trick, within top-k, min-p and top-p.
+"""Chooses each row's next token on the device: the likeliest, or drawn by the Gumbel-max trick within top-k, min-p and top-p.
 
     token = argmax(logits / temperature + gumbel noise)          temperature 0: no noise, ties go to the lower id
 
-The noise is a pure function (Philox 4x32-10) of the row's seed, the token's number in its answer and the vocabulary id, so
-that a request's draws do not depend on who else is in the batch. One Philox call gives noise for four ids, QUARTER apart.
+The noise is a pure function (Philox 4x32-10) of the row's seed, the token's index in its answer and the vocabulary id, so a
+request's draws do not depend on the other rows of the batch. One Philox call gives noise for four ids, QUARTER apart.
 
-It also couples drafter and target: both draw their n-th token with the same noise, so a draft that is like the target mostly
-draws the same token. A drafted token stands if it is the token that the target draws; what is said is always the
-target's own draw, the same with and without speculation.
+It also couples drafter and target: both draw their n-th token with the same noise, so a drafter whose distribution is close to
+the target's mostly draws the same token. A drafted token is accepted if it equals the token that the target draws; the token
+emitted is always the target's own draw, the same with and without speculation.
 
-A `PartialArgmax` is a draw in the making: the best of each block of the vocabulary. The token is the best of them.
+A `PartialArgmax` is an unfinished argmax: the best token of each block of the vocabulary. The result is the best of these.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class PartialArgmax(NamedTuple):
 
 
 class SamplingState(NamedTuple):
-    """How B sequences draw."""
+    """The sampling parameters of B sequences."""
 
     temperatures_B: Tensor
     seeds_B: Tensor
-    counters_B: Tensor  # tokens drawn before
-    truncation: TruncationParams | None = None  # None: nothing is cut off
+    counters_B: Tensor  # how many tokens were drawn before
+    truncation: TruncationParams | None = None  # None: no truncation
 
 
 def choose_reference(
     logits_NV: Tensor, draws: SamplingState | None = None, num_new: int = 1, ahead: int = 0, ids_V: Tensor | None = None
 ) -> PartialArgmax:
-    """For `num_new` consecutive tokens of each of B sequences, the first of them `ahead` of the next one. None: greedy.
+    """Chooses `num_new` consecutive tokens of each of B sequences, starting `ahead` tokens after the next one.
 
-    `ids_V`: the target ids that the columns stand for (a draft vocabulary), ascending.
+    `draws` None: greedy. `ids_V`: the target ids of the columns (of a draft vocabulary), ascending.
     """
     if draws is None:
         column = logits_NV.argmax(-1)
@@ -69,14 +69,14 @@ def choose_reference(
 
 
 def picked(choice: PartialArgmax, vocab_size: int) -> Tensor:
-    """The tokens, int64 [N]; ties go to the lower id. What is not a number gives some token."""
+    """The chosen tokens, int64 [N]; ties go to the lower id. NaN logits give an arbitrary token."""
     if choice.ids_NC.shape[1] == 1:
         return choice.ids_NC[:, 0].long()
     return picked_or_none(choice, vocab_size).clamp(max=vocab_size - 1)
 
 
 def picked_or_none(choice: PartialArgmax, vocab_size: int) -> Tensor:
-    """The tokens, int64 [N]; `vocab_size` where the logits are not numbers."""
+    """The chosen tokens, int64 [N]; `vocab_size` where the logits are NaN."""
     if not use_triton(choice.ids_NC):
         best = choice.best_NC.masked_fill(choice.best_NC.isnan(), -torch.inf)
         top = choice.best_NC == best.amax(-1, keepdim=True)
@@ -97,9 +97,9 @@ def sample_reference(
     truncation: TruncationParams | None = None,
     ids_V: Tensor | None = None,
 ) -> Tensor:
-    """Columns, int64 [B]. `counters_B`: how many tokens each row has drawn before. `truncation` None: nothing is cut off.
+    """The drawn columns, int64 [B]. `counters_B`: how many tokens each row has drawn before.
 
-    `ids_V`: the ids that the columns stand for.
+    `truncation`: None: no truncation. `ids_V`: the ids of the columns.
     """
     scaled = scaled_logits(logits_BV, temperatures_B)
     if truncation is not None:
@@ -119,7 +119,7 @@ def sample_cpu(
     truncation: TruncationParams | None = None,
     ids_V: Tensor | None = None,
 ) -> Tensor:
-    """`sample_reference`, fast."""
+    """A faster `sample_reference` for CPU; returns the same columns."""
     scaled, floors = scaled_logits(logits_BV, temperatures_B), [-math.inf] * len(logits_BV)
     if truncation is not None:
         settings = zip(
@@ -186,7 +186,7 @@ def _gumbel(word):
 
 @jit
 def _noise_of_ids(seed, ids, counter, PER_WORD: tl.constexpr):
-    """Noise of single ids, where neighbours do not share a Philox call."""
+    """Noise of arbitrary ids, one Philox call each."""
     zeros = ids * 0
     w0, w1, w2, w3 = tl.philox(seed, ids // (4 * PER_WORD) * PER_WORD + ids % PER_WORD, zeros + counter, zeros, zeros)
     word = ids // PER_WORD % 4
@@ -264,13 +264,13 @@ def _best_of_block(
 
 @jit
 def pick(best_ptr, ids_ptr, row, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
-    """The best block's token, for a kernel that goes on with it. What is not a number gives the last id."""
+    """The best block's token, for use inside another kernel. NaN logits give the last id."""
     return tl.minimum(pick_or_none(best_ptr, ids_ptr, row, VOCAB, BLOCKS, PADDED), VOCAB - 1)
 
 
 @jit
 def pick_or_none(best_ptr, ids_ptr, row, VOCAB: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr):
-    """The best block's token; VOCAB where the logits are not numbers: then no block has a best one, or padding is the best."""
+    """The best block's token; VOCAB if the logits are NaN: then no block has a best id, or padding is the best."""
     block = tl.arange(0, PADDED)
     best = tl.load(best_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=float("-inf"))
     ids = tl.load(ids_ptr + row * BLOCKS + block, mask=block < BLOCKS, other=VOCAB)

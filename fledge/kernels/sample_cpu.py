@@ -1,9 +1,9 @@
-"""Draws on a CPU: the tokens of `kernels.sample`'s reference, to the bit, in a fraction of its time.
+"""Draws tokens on a CPU: the same tokens as `kernels.sample`'s reference in a fraction of its time.
 
-Noise is at most MOST_NOISE, so an id whose logit is far below the best one's score cannot win and needs none.
-Where most ids are near the best, one Philox call serves four of them. Top-k and top-p look at the largest logits only.
-Measured on one core at 49,152 ids, where the reference takes 8 ms a row: 0.7 ms where all ids are near, 0.2 ms where few are,
-0.45 ms with top-k. Top-p alone over flat logits sorts them all: 2.5 ms instead of 16.
+Noise is at most MOST_NOISE, so an id whose logit is far below the best one's score cannot win and needs no noise.
+If most ids are near the best, one Philox call gives the noise of four ids. Top-k and top-p examine only the largest logits.
+Measured on one core with 49,152 ids, where the reference takes 8 ms per row: 0.7 ms if all ids are near the best, 0.2 ms if few
+are, 0.45 ms with top-k. Top-p alone over flat logits sorts all ids: 2.5 ms instead of 16.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-QUARTER = 1024  # ids with noise from the same Philox call lie so far apart
+QUARTER = 1024  # the distance of ids whose noise comes from the same Philox call
 MOST_NOISE = 16.6356  # -log(-log(u)) for the largest u, 1 - 2^-24, rounded up
-NEAR_TOP = 256  # logits in which top-p looks first for its cut
+NEAR_TOP = 256  # how many of the largest logits top-p searches first for its cut-off
 
 
 def draw_row(scaled_V: Tensor, seed: int, counter: int, floor: float = -torch.inf, ids_V: Tensor | None = None) -> int:
@@ -22,11 +22,11 @@ def draw_row(scaled_V: Tensor, seed: int, counter: int, floor: float = -torch.in
     scaled, ids = scaled_V.numpy(), None if ids_V is None else ids_V.numpy()
     likeliest = int(scaled.argmax())
     best = float(scaled[likeliest])
-    # The likeliest id's own score is to be beaten. Beyond the bound, what rounding of the sums may add.
+    # An id must reach the likeliest id's score to win. The last term covers rounding of the sums.
     noise = float(_gumbel(np.uint32([_word(seed, counter, likeliest if ids is None else int(ids[likeliest]))]))[0])
     bound = best + noise - MOST_NOISE - 1e-6 * (abs(best) + 20)
     near = np.flatnonzero(scaled >= max(bound, floor))
-    if len(near) == 0:  # not a number
+    if len(near) == 0:  # logits are NaN
         return likeliest
     if ids is None and 4 * len(near) > len(scaled):
         return int(near[(scaled + noise_of_all(seed, counter, len(scaled)))[near].argmax()])
@@ -52,7 +52,7 @@ def noise_of_all(seed: int, counter: int, vocab_size: int) -> np.ndarray:
 
 
 def _gumbel(words: np.ndarray) -> np.ndarray:
-    """By torch's logarithm, as the reference: numpy's rounds differently."""
+    """Gumbel noise of random words, by torch's logarithm as in the reference: numpy's rounds differently."""
     uniform = torch.from_numpy(((words >> 9).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23))
     return uniform.log_().neg_().log_().neg_().numpy()
 
@@ -71,7 +71,7 @@ def philox_words(seed: int, lanes, counter: int) -> tuple:
 
 def lowest_kept(scaled: Tensor, top_p: float, top_k: int, log_min_p: float) -> float:
     """The lowest logit / temperature of a row that top-k, min-p and then top-p keep; ties with it are kept too."""
-    kept = scaled.numpy()  # its selection by a mask takes a fifth of torch's time
+    kept = scaled.numpy()  # numpy's selection by a mask takes a fifth of torch's time
     if 0 < top_k < len(kept):
         kept = kept[kept >= float(scaled.topk(top_k).values[-1])]
     best = kept.max()
@@ -82,7 +82,7 @@ def lowest_kept(scaled: Tensor, top_p: float, top_k: int, log_min_p: float) -> f
     if len(kept) > 4 * NEAR_TOP and (found := _lowest_near_top(torch.from_numpy(kept), top_p)) is not None:
         return found
     ordered = torch.from_numpy(np.sort(kept)[::-1].copy())  # 1 ms at 49,152 ids; torch's takes 7
-    # To whole vectors, so that the sum of exponentials adds what the reference adds, in its order.
+    # Padded to a multiple of 64, so that the sum of exponentials has the same terms and order as the reference.
     ordered = torch.nn.functional.pad(ordered, (0, -len(ordered) % 64), value=-torch.inf)
     probabilities = ordered.softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
@@ -91,7 +91,7 @@ def lowest_kept(scaled: Tensor, top_p: float, top_k: int, log_min_p: float) -> f
 
 
 def _lowest_near_top(scaled: Tensor, top_p: float) -> float | None:
-    """None: not among the largest, or so near the cut that the reference's rounding decides."""
+    """`lowest_kept` from the largest logits only; None: not among them, or so close that the reference's rounding decides."""
     largest = scaled.topk(NEAR_TOP).values
     total = np.exp((scaled - largest[0]).numpy()).sum(dtype=np.float64)
     shares = np.exp((largest - largest[0]).double().numpy()) / total

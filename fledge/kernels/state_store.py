@@ -1,4 +1,4 @@
-"""Hidden states of a verification pass into buffers by row and position: what is learnt from, kept on the device."""
+"""Stores the hidden states of a verification pass in device buffers by row and position, for learning."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
 def store_states_reference(
     states_ND: Tensor, buffer_SD: Tensor, slot_R: Tensor, starts_B: Tensor, active_B: Tensor, num_slots: int, limit: int
 ) -> None:
-    """N = B rows of T verified tokens, the first at position `starts` of each. Slot s has the places s * limit … of the buffer.
+    """Stores the states of B rows of T verified tokens (N = B * T), each row's first at position `starts`. Slot s begins at
+    place s * limit of the buffer.
 
-    Nothing is stored where a row is not active or has no slot (`slot_R` >= `num_slots`), or from position `limit` on.
+    Nothing is stored for rows that are inactive or have no slot (`slot_R` >= `num_slots`), or from position `limit` on.
     """
     width = len(states_ND) // len(starts_B)
     positions_BT = starts_B[:, None].long() + torch.arange(width, device=starts_B.device)

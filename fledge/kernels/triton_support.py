@@ -1,8 +1,8 @@
-"""Triton where it is installed. Without it the package still imports, and everything runs on the torch references.
+"""Imports Triton if it is installed. Without it the package still imports, and everything runs on the torch references.
 
-Kernels of a captured step overlap: a kernel may start while the one before it drains (programmatic dependent launch), touches
-nothing but weights until `wait_for_inputs`, and allows the next one to start by `let_next_start`. Waiting is for all
-of the kernel before, which waited likewise, so everything older is complete too.
+Kernels of a captured step overlap (programmatic dependent launch): a kernel may start while the previous one finishes, reads
+only weights until `wait_for_inputs`, and lets the next one start by `let_next_start`. `wait_for_inputs` waits until the whole
+previous kernel is complete; as that one waited in the same way, everything older is complete too.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# The interpreter knows no assembly.
+# The interpreter cannot run inline assembly.
 COMPILED = True if tl is None else tl.constexpr(not INTERPRETED)
 
 
 def constant(value: int) -> Any:
-    """A global that kernels read. The compiler takes a `constexpr` alone; in the interpreter it is not a number."""
+    """A global constant for kernels. The compiler accepts only a `constexpr`, which the interpreter cannot use as a number."""
     return value if tl is None or INTERPRETED else tl.constexpr(value)
 
 
 INT_MAX = constant(2**31 - 1)
-OVERLAP = True  # benchmarks turn it off to measure what it brings
+OVERLAP = True  # benchmarks turn it off to measure its effect
 
 
 def jit(function: Callable) -> Callable:
@@ -44,7 +44,7 @@ def jit(function: Callable) -> Callable:
 
 
 def counts_of(function: Callable) -> list[str]:
-    """Arguments for whose values (one, multiples of 16) Triton would compile a kernel again, for no gain."""
+    """The arguments that Triton should not specialise on (1, multiples of 16): it would compile again for no gain."""
     return [name for name in inspect.signature(function).parameters if name == "num_rows"]
 
 
@@ -53,7 +53,7 @@ def use_triton(x: Tensor) -> bool:
 
 
 def by_device(kernel: Callable[..., R], reference: Callable[P, R]) -> Callable[P, R]:
-    """Calls the kernel where the first tensor of the arguments lies on a GPU, else the torch reference."""
+    """A function that calls the kernel if the first tensor of the arguments is on a GPU, else the torch reference."""
 
     @wraps(reference)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -69,7 +69,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def overlap(x: Tensor) -> dict[str, bool]:
-    """Launch options of a kernel that calls the two functions below."""
+    """Launch options of a kernel that calls `wait_for_inputs` and `let_next_start`."""
     if OVERLAP and x.is_cuda and is_hopper_or_newer(x.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
@@ -80,8 +80,8 @@ def is_hopper_or_newer(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-# Of the card that the launch configurations were measured on, an NVIDIA H200; the interpreter, and tables that are printed
-# without a card, take that card's.
+# The figures of the NVIDIA H200, on which the launch configurations were measured. They are also used by the interpreter, and
+# for tables that are printed without a GPU.
 MEASURED_MULTIPROCESSORS = 132
 MEASURED_SHARED_MEMORY = 227 << 10
 
@@ -94,13 +94,13 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def attention_programs(device: torch.device) -> int:
-    """Programs of an attention that fill the device, two a multiprocessor: below this the keys are split."""
+    """The number of attention programs that fill the device, two per multiprocessor: with fewer, the keys are split."""
     return 2 * multiprocessors(device)
 
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of it that one program can have; Triton refuses to launch one that wants more."""
+    """The most shared memory in bytes that a program can have; Triton refuses to launch one that needs more."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return MEASURED_SHARED_MEMORY
     from triton.runtime import driver
@@ -122,8 +122,8 @@ def let_next_start(PDL: tl.constexpr):
 
 @jit
 def load_fence(x):
-    """x itself. The compiler moves what is done with a load up to it, and has a barrier wait for it there; it does not move
-    that above this. So with several loads and then this for each, they are all under way together."""
+    """Returns x. The compiler moves operations on a loaded value up to its load, where they wait for it, but not above this
+    fence. So with several loads, followed by a fence for each, all loads are in flight together."""
     if COMPILED:
         if x.dtype.primitive_bitwidth == 16:
             x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)

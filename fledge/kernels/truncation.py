@@ -1,4 +1,4 @@
-"""Top-k, min-p and top-p as a floor of each row: the lowest logit that may still be drawn."""
+"""Top-k, min-p and top-p as one floor per row: the lowest logit that may still be drawn."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from fledge.kernels.triton_support import jit, next_power_of_2, tl
 
-MOST_LANES = 8192  # of a row that a program reads at once
+MOST_LANES = 8192  # most logits of a row that a program reads at once
 
 
 class TruncationParams(NamedTuple):
-    """What B sequences do not draw. As in `speculation.distribution`: top-p counts what the others have left."""
+    """Truncation parameters of B sequences. As in `speculation.distribution`, top-p applies to what top-k and min-p keep."""
 
     top_ps_B: Tensor  # 1: all
     top_ks_B: Tensor  # 0: all
@@ -25,7 +25,7 @@ class TruncationParams(NamedTuple):
 
 
 def floor_reference(logits_BV: Tensor, temperatures_B: Tensor, truncation: TruncationParams) -> Tensor:
-    """The lowest logits / temperature that is kept; ties with it are kept too. -inf where nothing is cut off."""
+    """The lowest logit / temperature of each row that is kept; ties with it are kept too. -inf for rows without truncation."""
     ordered = scaled_logits(logits_BV, temperatures_B).sort(-1, descending=True).values
     place = torch.arange(ordered.shape[-1], device=ordered.device)
     last_of_k = torch.where(truncation.top_ks_B > 0, truncation.top_ks_B, len(place)).clamp(max=len(place)).long()[:, None] - 1
@@ -46,8 +46,8 @@ def scaled_logits(logits_BV: Tensor, temperatures_B: Tensor) -> Tensor:
 
 
 def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, truncation: TruncationParams, num_new: int = 1) -> Tensor:
-    """By bisection of the logits' bit patterns instead of a sort: of 16 bits, 8 to 16 readings of a row that stays in the
-    cache of the device find the floor exactly; of 32 bits, up to 32."""
+    """The same by bisecting the logits' bit patterns instead of sorting: for 16-bit logits 8 to 16 passes over a row, which
+    stays in the device's cache, find the floor exactly; for 32-bit logits up to 32."""
     num_rows, vocab_size = logits_NV.shape
     floors = torch.empty(num_rows, dtype=torch.float32, device=logits_NV.device)
     if num_rows:
@@ -69,7 +69,7 @@ def floor_triton(logits_NV: Tensor, temperatures_B: Tensor, truncation: Truncati
 
 @jit
 def _key(x):
-    """Numbers of 16 or 32 bits as integers in the same order."""
+    """Maps floats of 16 or 32 bits to integers of the same order."""
     if x.dtype.primitive_bitwidth == 32:
         bits = x.to(tl.int32, bitcast=True)
         key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -81,7 +81,7 @@ def _key(x):
 
 @jit
 def _number(key, dtype: tl.constexpr):
-    """The number of a key, as float32."""
+    """The float of a key, as float32."""
     bits = key.to(tl.int32)
     if dtype.primitive_bitwidth == 32:
         number = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -123,10 +123,10 @@ def _floor(
             least = tl.minimum(least, tl.where(x > float("-inf"), x, float("inf")))
         peak = tl.max(peaks, axis=0)
         high_of_all = _key(peak.to(dtype)).to(tl.int64)
-        # Differences from the largest over temperature, all 0 or less, that min-p keeps.
+        # min-p keeps logits whose difference from the largest, over temperature, is at least this.
         cut = tl.log(min_p)
         least_key = _key(tl.min(least, axis=0).to(dtype)).to(tl.int64)
-        if top_k > 0:  # the highest key that as many ids reach
+        if top_k > 0:  # the highest key that is reached by at least top_k ids
             low, high = least_key, high_of_all
             while low < high:
                 middle = low + (high - low + 1) // 2
@@ -147,9 +147,9 @@ def _floor(
             sums += tl.where(kept, tl.exp(below), 0.0)
             lowest = tl.minimum(lowest, tl.where(kept, x.to(tl.float32) * scale, float("inf")))
         floor = tl.min(lowest, axis=0)
-        if top_p < 1:  # the highest key above which enough lies; it is that of an id
+        if top_p < 1:  # the highest key such that the ids at or above it have enough probability
             wanted = top_p * tl.sum(sums, axis=0)
-            # All ids together below this weigh less than 1 - top_p, so what lies above always suffices.
+            # All ids below this logit together have a probability below 1 - top_p, so the search can start here.
             small = peak + (tl.log(tl.maximum(1.0 - top_p, 1e-7)) - LOG_VOCAB) * temperature
             low, high = tl.maximum(least_key, _key(small.to(dtype)).to(tl.int64) - 1), high_of_all
             while low < high:
@@ -162,6 +162,6 @@ def _floor(
                 enough = tl.sum(sums, axis=0) >= wanted
                 low = tl.where(enough, middle, low)
                 high = tl.where(enough, high, middle - 1)
-            # Of several numbers between two ids' the highest is the upper id's own; none is below what is kept anyway.
+            # The result is the logit of an id: the highest key between two ids' logits is the upper one's own.
             floor = tl.maximum(floor, _number(low, dtype) * scale)
     tl.store(floors_ptr + row, floor)

@@ -1,4 +1,4 @@
-"""What the target of a captured step reads: the pending token and the draft of each sequence, embedded."""
+"""The target's inputs in a captured step: the embedded pending token and draft of each sequence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fledge.kernels.triton_support import by_device, jit, let_next_start, next_p
 class VerifyInputs(NamedTuple):
     x_ND: Tensor
     starts_B: Tensor  # int32: position of the first row
-    counts_B: Tensor  # int32: rows of the sequence; 0: it is empty
+    counts_B: Tensor  # int32: rows of the sequence; 0: an empty one
 
 
 def verify_inputs_reference(
@@ -27,7 +27,7 @@ def verify_inputs_reference(
     embedding_VD: Tensor,
     last_draft: PartialArgmax | None = None,
 ) -> VerifyInputs:
-    """`last_draft`: the choice that the deepest drafted token comes from; it is written down in `drafts_RD` here."""
+    """Embeds pending tokens and drafts. `last_draft`: the choice of the last drafted token, which is stored in `drafts_RD`."""
     if last_draft is not None:
         drafts_RD[:batch, depth - 1] = picked(last_draft, len(embedding_VD))
     tokens = torch.cat([token_R[:batch, None], drafts_RD[:batch, :depth]], 1)

@@ -1,4 +1,4 @@
-"""The target: all families of `fledge.families` in one network; what differs comes from the configuration."""
+"""The target network for all families of `fledge.families`; their differences are in the configuration."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fledge.models.moe import SparseMLP
 from fledge.ops.base import Ops
 from fledge.ops.torch_ops import AttendOps
 
-# The layers that let their attention start only after everything before them (a PDL barrier). One is enough: what attention
-# reads early (the settled keys, where sequences stand) was complete before the first. Benchmarks change it.
+# The number of layers, from the first, whose attention starts only after everything before it is complete (a PDL barrier).
+# One is enough: what attention reads early (settled keys, sequence lengths) is complete before the first. Benchmarks change it.
 PDL_BARRIER_LAYERS = 1
 
 
 class DecoderOutput(NamedTuple):
-    hidden_ND: Tensor  # after the final norm: what the head reads
-    taps: Sequence[Tensor]  # one [N, D] per tapped layer, in the order asked for
+    hidden_ND: Tensor  # after the final norm: the head's input
+    taps: Sequence[Tensor]  # one [N, D] per tapped layer, in the requested order
 
 
 class DecoderLayer(Layer):
@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         self.set_rotary()
 
     def set_rotary(self, max_positions: int | None = None, device: torch.device | str | None = None) -> None:
-        """Makes the rotary embeddings, for texts up to so many tokens (None: as many as the model knows)."""
+        """Makes the rotary embeddings, for texts up to `max_positions` tokens (None: the model's own limit)."""
         config = self.config
         longest = max_positions or config.max_positions
         self.rotaries = module_list(Rotary(config.head_dim, longest, rope, config.rotated).to(device) for rope in config.ropes)
@@ -89,7 +89,7 @@ class Decoder(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations: packed CPU weights are fp16 while everything between them is fp32."""
+        """The dtype of activations: packed CPU weights are fp16, while everything between them is fp32."""
         return self.norm.dtype
 
     def forward(
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
         taps: Sequence[int] = (),
         highest_position: int | None = None,
     ) -> DecoderOutput:
-        """In plain PyTorch, with the caller's own attention.
+        """Runs the network in plain PyTorch, with the caller's own attention.
 
         `taps`: layer counts i; tap i is the residual stream after i layers (0: the embeddings).
         """
@@ -111,16 +111,16 @@ class Decoder(nn.Module):
     def run(
         self, x_ND: Tensor, meta: AttentionMetadata | None, ops: Ops, taps: Sequence[int] = ()
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """The layers, from embeddings (which may be overwritten) to the states before the final norm, and the taps."""
+        """Runs the layers: from embeddings (which may be overwritten) to the states before the final norm, and the taps."""
         return ops.layers(self.layers, x_ND, meta, taps, num_pdl_barriers=PDL_BARRIER_LAYERS)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.scaled(self.embed_tokens(tokens).to(self.dtype))
 
     def scaled(self, x_ND: Tensor) -> Tensor:
-        """Embeddings as the first layer reads them."""
+        """Scales embeddings for the first layer, if the model has an embedding scale."""
         scale = self.config.embedding_scale
-        # The scale itself is rounded to the network's type, as Gemma was trained.
+        # The scale itself is rounded to the network's dtype, as in Gemma's training.
         return x_ND if scale is None else x_ND * torch.tensor(scale).to(x_ND.dtype).item()
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The EAGLE drafter: one network for EAGLE 3, 3.1 and what lies between. The flags are in `DrafterConfig`.
+"""The EAGLE drafter: one network for EAGLE 3, 3.1 and combinations of both. The flags are in `DrafterConfig`.
 
 aux_i[t]  the target's residual stream after i layers
 g_t = fc(concat_i fc_norm_i(input_norm(aux)_i[t]))         `fuse`, once per target position
@@ -26,8 +26,8 @@ from fledge.ops.torch_ops import PLAIN, AttendOps
 
 
 class DrafterOutput(NamedTuple):
-    hidden_ND: Tensor  # after the final norm: what the head reads
-    feedback_ND: Tensor  # the state that the next draft step takes
+    hidden_ND: Tensor  # after the final norm: the head's input
+    feedback_ND: Tensor  # the state that is fed back to the next draft step
 
 
 class DrafterLayer(Layer):
@@ -74,7 +74,7 @@ def _attention(config: DrafterConfig, layer: int, input_size: int) -> Attention 
 
 
 class EagleDrafter(nn.Module):
-    """Without an own embedding or head, `share` lends it the target's before use."""
+    """The drafter network. If it has no embedding or head of its own, `share` must lend it the target's before use."""
 
     d2t: Tensor
 
@@ -94,9 +94,9 @@ class EagleDrafter(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
     def share(self, embedding: nn.Module, head: nn.Module) -> EagleDrafter:
-        """Lends the target's embedding and head to a drafter that has none, without registering them as its own.
+        """Lends the target's embedding and head to a drafter that has none, without registering them as submodules.
 
-        Those of another target, lent before, are replaced: they may lie on another device.
+        Replaces those of another target that were lent before: they may be on another device.
         """
         if not self.config.own_embedding:
             object.__setattr__(self, "embed_tokens", embedding)
@@ -119,7 +119,8 @@ class EagleDrafter(nn.Module):
         return self.lm_head
 
     def fuse(self, taps: Sequence[Tensor], ops: Ops | None = None) -> Tensor:
-        """g: the tapped target states of each position as one state of the drafter's size. `ops`: None: plain PyTorch."""
+        """Computes g: fuses the tapped target states of each position into one of the drafter's size. `ops` None: plain
+        PyTorch."""
         ops = ops or PLAIN
         return ops.linear(self.fc, ops.fuse_inputs(taps, self.input_norm, self.fc_norm, self.norm.weight.dtype))
 
@@ -139,15 +140,15 @@ class EagleDrafter(nn.Module):
         return DrafterOutput(post, post if self.config.norm_output else x)
 
     def inputs(self, tokens: Tensor | PartialArgmax, h_ND: Tensor, ops: Ops, **drafting: Any) -> DraftInputs:
-        """What the first layer reads; `drafting`: see `Ops.draft_inputs`."""
+        """The first layer's inputs; `drafting`: see `Ops.draft_inputs`."""
         return ops.draft_inputs(self.layers[0], self.embedding, tokens, h_ND, **drafting)
 
     def run(self, inputs: DraftInputs, meta: AttentionMetadata | None, ops: Ops) -> Tensor:
-        """The layers, to the states before the final norm."""
+        """Runs the layers, up to the states before the final norm."""
         return ops.layers(self.layers, inputs.residual_ND, meta, (), inputs.x_N2D, num_pdl_barriers=len(self.layers))[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Over the draft vocabulary."""
+        """Logits over the draft vocabulary."""
         return self.head(hidden)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:

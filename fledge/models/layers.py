@@ -27,7 +27,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def module_list(modules: Iterable[Module]) -> Sequence[Module]:
-    """`nn.ModuleList`, whose members keep their type."""
+    """An `nn.ModuleList` that is typed as a sequence of its members' type."""
     return cast("Sequence[Module]", nn.ModuleList(modules))
 
 
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of what it returns: the network's activations."""
+        """The dtype of the norm's output, that is of the network's activations."""
         return self.weight.dtype
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,8 +47,8 @@ class RMSNorm(nn.Module):
 
 
 class ExactNorm(RMSNorm):
-    """A norm whose weight stays in fp32 whatever the network's type: Gemma keeps weights less one, and one more in bf16 would
-    be another weight."""
+    """A norm whose weight stays in fp32 whatever the network's dtype: Gemma stores weights minus 1, and adding 1 in bf16 would
+    round them."""
 
     like: Tensor
 
@@ -78,7 +78,7 @@ class Rotary(nn.Module):
     table: Tensor
 
     def __init__(self, head_dim: int, max_positions: int, rope: RopeConfig, rotated: int | None = None) -> None:
-        """`rotated`: how much of a head is; the rest lies at the end of each half, and its angles are zero."""
+        """`rotated`: how many numbers of a head are rotated; the rest, at the end of each half, get angles of zero."""
         super().__init__()
         self.head_dim, self.max_positions, self.rope, self.rotated = head_dim, max_positions, rope, rotated or head_dim
         inverse_frequencies, self.attention_factor = _inverse_frequencies(self.rotated, max_positions, rope)
@@ -86,7 +86,7 @@ class Rotary(nn.Module):
         self.register_buffer("table", torch.empty(2, 0, head_dim), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        """Follows the network to its device but not to its type: angles in bf16 would be off by whole turns far out."""
+        """Moves with the network to its device but keeps its dtype: in bf16, angles at high positions would be off by turns."""
         exact = {name: buffer for name, buffer in self.named_buffers() if not buffer.is_meta}
         super()._apply(fn, recurse)
         for name, buffer in exact.items():
@@ -103,17 +103,17 @@ class Rotary(nn.Module):
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         rest = (self.head_dim - self.rotated) // 2
         cos, sin = F.pad(cos, (0, rest), value=1.0), F.pad(sin, (0, rest))
-        # The sign of the rotation is folded into the sine: see `rope_cache.rotate`.
+        # The sine includes the rotation's sign: see `rope_cache.rotate`.
         self.table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)])
 
     def device_table(self, num_positions: int, device: torch.device) -> Tensor:
-        """A table of its own for kernels: of so many positions at least, on the device."""
+        """A separate table for kernels on the device, with at least `num_positions` positions."""
         own = Rotary(self.head_dim, self.max_positions, self.rope, self.rotated)
         own.reserve(num_positions)
         return own.table.to(device).contiguous()
 
     def forward(self, positions_N: Tensor, highest: int | None = None) -> tuple[Tensor, Tensor]:
-        """`highest` spares a device synchronisation where the caller knows the highest position."""
+        """Returns cosines and sines of positions. `highest`: the highest position, if known, which avoids a synchronisation."""
         if positions_N.numel():
             self.reserve((int(positions_N.max()) if highest is None else highest) + 1)
         cos, sin = self.table[:, positions_N].unsqueeze(-2).unbind(0)
@@ -121,7 +121,7 @@ class Rotary(nn.Module):
 
 
 def _inverse_frequencies(head_dim: int, max_positions: int, rope: RopeConfig) -> tuple[Tensor, float]:
-    if rope.kind == "none":  # angles of zero: numbers times one, plus others times zero
+    if rope.kind == "none":  # angles of zero leave heads unchanged
         return torch.zeros(head_dim // 2), 1.0
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     inverse = 1.0 / rope.theta**exponents
@@ -129,7 +129,7 @@ def _inverse_frequencies(head_dim: int, max_positions: int, rope: RopeConfig) ->
     if rope.kind == "linear":
         inverse = inverse / rope.factor
     elif rope.kind == "dynamic" and max_positions > original:
-        # NTK by the configured length, not by the running one: the cache keeps rotated keys.
+        # NTK scaling by the configured length, not by the current one, because the cache holds rotated keys.
         stretch = rope.factor * max_positions / original - (rope.factor - 1)
         inverse = 1.0 / (rope.theta * stretch ** (head_dim / (head_dim - 2))) ** exponents
     elif rope.kind == "llama3":
@@ -188,7 +188,7 @@ class Attention(nn.Module):
         rope: int = 0,
         norm: type[RMSNorm] = RMSNorm,
     ) -> None:
-        """`rope`: which of the network's rotary embeddings."""
+        """`rope`: index of the network's rotary embedding."""
         super().__init__()
         self.layer, self.window, self.rope = layer, window, rope
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
@@ -206,7 +206,7 @@ class Attention(nn.Module):
         *,
         pdl_barrier: bool = False,
     ) -> Tensor:
-        """[N, H * E]: what `o_proj` reads."""
+        """Returns the input of `o_proj`, [N, H * E]."""
         return ops.attention(self, ops.linear(self.qkv_proj, x_ND, norm=norm, pdl_barrier=pdl_barrier), meta)
 
 
@@ -218,7 +218,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x_ND: Tensor, ops: Ops, norm: RMSNorm, output_norm: RMSNorm | None = None) -> Tensor:
-        """The residual stream with the MLP of its norm added."""
+        """Returns residual stream + [output_norm] MLP(norm(residual stream))."""
         gated = self.gated(x_ND, ops, norm)
         if output_norm is None:
             return ops.linear(self.down_proj, gated, residual=x_ND)
@@ -233,15 +233,15 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each added to the residual stream: a layer of a target or of a drafter.
 
-    Subclasses make its parts.
+    Subclasses create its parts.
     """
 
     input_layernorm: RMSNorm
     self_attn: Attention | LatentAttention
-    attention_output_norm: RMSNorm | None  # of what attention adds
-    post_attention_layernorm: RMSNorm  # of what the MLP reads
+    attention_output_norm: RMSNorm | None  # applied to attention's output
+    post_attention_layernorm: RMSNorm  # applied to the MLP's input
     mlp: MLP | SparseMLP
-    mlp_output_norm: RMSNorm | None  # of what the MLP adds
+    mlp_output_norm: RMSNorm | None  # applied to the MLP's output
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -257,9 +257,9 @@ class Layer(nn.Module):
         *,
         pdl_barrier: bool = False,
     ) -> Tensor:
-        """Called by `Ops.layer`.
+        """Runs the layer; called by `Ops.layer`.
 
-        `attention_input`: what attention reads instead of the normed residual stream (a drafter's first layer).
+        `attention_input`: attention's input instead of the normed residual stream (in a drafter's first layer).
         `pdl_barrier`: see `Ops.linear`.
         """
         inputs = (x_ND, meta, ops, self.input_layernorm) if attention_input is None else (attention_input, meta, ops)

@@ -1,9 +1,9 @@
 """Experts in place of an MLP: Mixtral, Qwen2-MoE, Qwen3-MoE.
 
-p = softmax(router(norm x)), the highest K of it w_1 … w_K, normalised or not
+p = softmax(router(norm x)); w_1 … w_K are its K highest entries, normalised or not
 x + Σ_k w_k expert_k(norm x) [+ sigmoid(g) shared(norm x)]
 
-Shapes: N tokens, D hidden size, E experts, K experts a token.
+Shapes: N tokens, D hidden size, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SparseMLP(nn.Module):
         self.stacked: tuple[Tensor | QuantizedWeight, Tensor | QuantizedWeight] | None = None
 
     def forward(self, x_ND: Tensor, ops: Ops, norm: RMSNorm, output_norm: RMSNorm | None = None) -> Tensor:
-        """The residual stream with the experts of its norm added."""
+        """Returns residual stream + weighted experts(norm(residual stream))."""
         assert output_norm is None, "no family has both"
         normed = ops.norm(norm, x_ND)
         logits = ops.linear(self.gate, normed)
@@ -44,7 +44,7 @@ class SparseMLP(nn.Module):
         return ops.experts(self, normed, weights_NK, experts_NK, x_ND)
 
     def stack(self, dtype: torch.dtype) -> None:
-        """Lays the experts' weights side by side, as the GPU's kernels read them; the linears become views."""
+        """Stacks the experts' weights into one tensor for the GPU's kernels; the linears become views of it."""
         self.stacked = self._stacked("gate_up_proj", dtype), self._stacked("down_proj", dtype)
 
     def _stacked(self, name: str, dtype: torch.dtype) -> Tensor | QuantizedWeight:
@@ -56,7 +56,7 @@ class SparseMLP(nn.Module):
                 part = replace(whole, codes=whole.codes[index], scales=whole.scales[index], offsets=offsets)
                 setattr(self.experts[index], name, QuantizedLinear(part))
             return whole
-        # Where formats differ (some experts may have no exact form), or the kernels have none: plain weights.
+        # Unquantised weights, if the experts' formats differ (some may have no exact one) or the kernels do not support them.
         weights = [_plain(linear, dtype) for linear in linears]
         plain = torch.stack(weights)
         for index, expert in enumerate(self.experts):
@@ -76,7 +76,7 @@ def _plain(linear: nn.Module, dtype: torch.dtype) -> Tensor:
 
 
 def stack_experts(network: nn.Module, dtype: torch.dtype) -> None:
-    """Of all layers. `dtype`: the activations'."""
+    """Stacks the experts of all layers. `dtype`: the activations' dtype."""
     for module in network.modules():
         if isinstance(module, SparseMLP):
             module.stack(dtype)

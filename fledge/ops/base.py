@@ -1,4 +1,4 @@
-"""What a network asks of a backend. The layer loops are in `models`; a backend decides which kernels run them.
+"""The backend interface: the operations that a network calls. A backend decides which kernels run them.
 
 Shapes: N tokens (of all sequences, flat), D hidden size, H query heads, K key/value heads, E head size.
 """
@@ -24,19 +24,19 @@ from fledge.kernels.triton_support import use_triton
 
 
 class AttentionModule(Protocol):
-    """What `Ops.attend` knows of an attention module; latent attention is no more than that, and brings its own heads."""
+    """The parts of an attention module that `Ops.attend` needs. Latent attention has only these and computes heads itself."""
 
     layer: int
-    window: int | None  # keys further back than so many tokens, its own included, are not seen
+    window: int | None  # how many of the latest keys a token sees, its own included; None: all
 
 
 class FusedAttentionModule(AttentionModule, Protocol):
-    """`models.layers.Attention`."""
+    """The interface of `models.layers.Attention`."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: int  # which of the network's rotary embeddings
+    rope: int  # index of the network's rotary embedding
 
     @property
     def q_norm(self) -> NormModule | None: ...
@@ -46,7 +46,7 @@ class FusedAttentionModule(AttentionModule, Protocol):
 
 
 class LayerModule(LayerLike, Protocol):
-    """`models.layers.Layer`."""
+    """The interface of `models.layers.Layer`."""
 
     index: int
 
@@ -62,18 +62,18 @@ class LayerModule(LayerLike, Protocol):
 
 
 class DrafterLayerModule(LayerModule, Protocol):
-    """`models.drafter.DrafterLayer`."""
+    """The interface of `models.drafter.DrafterLayer`."""
 
     norm_before_residual: bool
 
     @property
     def hidden_norm(self) -> NormModule | None:
-        """Of the state that a token is paired with; the first layer has one."""
+        """The norm of the state that a token is paired with; only the first layer has one."""
         ...
 
 
 class RotaryModule(Protocol):
-    """`models.layers.Rotary`: cosines and sines by position."""
+    """The interface of `models.layers.Rotary`: cosines and sines by position."""
 
     table: Tensor
 
@@ -85,7 +85,7 @@ class RotaryModule(Protocol):
 
 
 class ExpertModule(Protocol):
-    """`models.layers.MLP`."""
+    """The interface of `models.layers.MLP`."""
 
     @property
     def gate_up_proj(self) -> nn.Module: ...
@@ -97,7 +97,7 @@ class ExpertModule(Protocol):
 
 
 class ExpertsModule(Protocol):
-    """`models.moe.SparseMLP`."""
+    """The interface of `models.moe.SparseMLP`."""
 
     @property
     def experts(self) -> Sequence[ExpertModule]: ...
@@ -106,11 +106,11 @@ class ExpertsModule(Protocol):
 
 
 class NetworkModule(Protocol):
-    """`models.decoder.Decoder` or `models.drafter.EagleDrafter`."""
+    """The interface that `models.decoder.Decoder` and `models.drafter.EagleDrafter` share."""
 
     @property
     def rotaries(self) -> Sequence[RotaryModule]:
-        """By the number that a layer's attention names."""
+        """The rotary embeddings, indexed by `FusedAttentionModule.rope`."""
         ...
 
     @property
@@ -118,7 +118,7 @@ class NetworkModule(Protocol):
 
 
 class TargetModule(NetworkModule, Protocol):
-    """`models.decoder.Decoder`."""
+    """The interface of `models.decoder.Decoder`."""
 
     @property
     def norm(self) -> NormModule: ...
@@ -134,7 +134,7 @@ class TargetModule(NetworkModule, Protocol):
 
 
 class DrafterModule(NetworkModule, Protocol):
-    """`models.drafter.EagleDrafter`."""
+    """The interface of `models.drafter.EagleDrafter`."""
 
     @property
     def layers(self) -> Sequence[DrafterLayerModule]: ...
@@ -151,7 +151,7 @@ class DrafterModule(NetworkModule, Protocol):
 
 
 def device_tables(network: NetworkModule, num_positions: int, device: torch.device) -> list[Tensor]:
-    """Angles by position, of each of the network's rotary embeddings, for kernels."""
+    """The tables of cosines and sines by position of the network's rotary embeddings, for kernels."""
     return [rotary.device_table(num_positions, device) for rotary in network.rotaries]
 
 
@@ -167,23 +167,23 @@ class Ops(ABC):
         residual: Tensor | None = None,
         pdl_barrier: bool = False,
     ) -> Tensor:
-        """[residual +] [swiglu] ( module( [norm] x ) ). `pdl_barrier`: see `kernels.linear.dispatch`."""
+        """Computes [residual +] [swiglu] ( module( [norm] x ) ). `pdl_barrier`: see `kernels.linear.dispatch`."""
 
     @abstractmethod
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
-        """[N, H * E], from the fused projection: norms of the heads, rotation, new keys into the cache, attention."""
+        """Attention [N, H * E] from the fused projection: norms and rotates heads, stores new keys and values, attends."""
 
     @abstractmethod
     def attend(
         self, module: AttentionModule, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, meta: AttentionMetadata | None
     ) -> Tensor:
-        """[N, H, E], from heads that are normed and rotated: new keys into the cache, attention."""
+        """Attention [N, H, E] from heads that are normed and rotated: stores new keys and values, attends."""
 
     @abstractmethod
     def angles(self, meta: AttentionMetadata | None, num_tokens: int, rope: int = 0) -> tuple[Tensor, Tensor]:
         """Cosines and sines [N, 1, rotated size] of the new tokens' positions, for modules that rotate themselves.
 
-        `rope`: which of the network's rotary embeddings.
+        `rope`: index of the network's rotary embedding.
         """
 
     @abstractmethod
@@ -196,7 +196,7 @@ class Ops(ABC):
     def experts(
         self, module: ExpertsModule, x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor
     ) -> Tensor:
-        """residual + Σ_k weight_k expert_k(x). A row's result does not depend on where its neighbours go."""
+        """residual + Σ_k weight_k expert_k(x). A row's result does not depend on the experts of other rows."""
         if module.stacked is not None and use_triton(x_ND):
             return experts_triton(*module.stacked, x_ND, weights_NK, experts_NK.int(), residual_ND)
 
@@ -223,13 +223,13 @@ class Ops(ABC):
     def fuse_inputs(
         self, taps: Sequence[Tensor], whole: NormModule | None, each: Sequence[NormModule] | None, dtype: torch.dtype
     ) -> Tensor:
-        """What a drafter's `fc` reads: the auxiliary hidden states side by side, normed together (`whole`) or one by one."""
+        """The input of a drafter's `fc`: concatenated auxiliary states, normed together (`whole`) or one by one (`each`)."""
 
     @abstractmethod
     def draft_inputs(
         self, layer: DrafterLayerModule, embedding: nn.Module, tokens: Tensor | PartialArgmax, h_ND: Tensor, **drafting: Any
     ) -> DraftInputs:
-        """What a drafter's first layer reads: normed embedding and state side by side, and the residual stream.
+        """The inputs of a drafter's first layer: normed embedding and state, concatenated, and the residual stream.
 
         `drafting`: see `kernels.draft_inputs.draft_inputs`.
         """
@@ -244,9 +244,9 @@ class Ops(ABC):
         in_place: bool = False,
         pdl_barrier: bool = False,
     ) -> Tensor:
-        """A whole layer (`models.layers.Layer`): through the ops above, unless a backend runs it in one call.
+        """Runs a layer (`models.layers.Layer`) with the operations above, unless a backend runs it in one call.
 
-        `in_place`: the residual stream that came in is not read again.
+        `in_place`: `x_ND` may be overwritten.
         """
         return layer(x_ND, meta, self, attention_input, pdl_barrier=pdl_barrier)
 
@@ -260,11 +260,11 @@ class Ops(ABC):
         *,
         num_pdl_barriers: int,
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """All layers of a network: from embeddings (they may be overwritten) to the states before the final norm, and taps.
+        """Runs all layers: from embeddings (which may be overwritten) to the states before the final norm, and the taps.
 
-        Tap i is the residual stream after i layers. `attention_input`: of the first layer.
+        Tap i is the residual stream after i layers. `attention_input`: for the first layer.
 
-        `num_pdl_barriers`: the layers that let their attention start only after everything before them (a PDL barrier).
+        `num_pdl_barriers`: how many layers, from the first, start attention only after everything before it (a PDL barrier).
         """
         captured: dict[int, Tensor] = {}
         for index, layer in enumerate(layers):
@@ -283,7 +283,7 @@ class Ops(ABC):
         taps: Sequence[int],
         wanted: Sequence[int],
     ) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        """A pass of a target: logits of the rows `wanted`, taps (see `layers`), and the states before the final norm."""
+        """Runs a target: returns logits of the rows `wanted`, taps (see `layers`), and the states before the final norm."""
         x_ND, tapped = network.run(network.embed(tokens_N), meta, self, taps)
         hidden = self.norm(network.norm, x_ND)
         if len(wanted) < len(tokens_N):
@@ -293,6 +293,6 @@ class Ops(ABC):
     def draft_step(
         self, network: DrafterModule, tokens_N: Tensor, h_ND: Tensor, meta: AttentionMetadata | None
     ) -> tuple[Tensor, Tensor]:
-        """One step of a drafter: the states before and after its final norm."""
+        """Runs a draft step: returns the states before and after the final norm."""
         x_ND = network.run(network.inputs(tokens_N, h_ND, self), meta, self)
         return x_ND, self.norm(network.norm, x_ND)

@@ -28,7 +28,7 @@ from fledge.ops.torch_ops import TorchOps
 
 
 class CpuOps(TorchOps):
-    """Of one network. A layer changes the residual stream in place; a row never depends on the others."""
+    """The CPU backend of one network. A layer changes the residual stream in place; a row never depends on other rows."""
 
     def __init__(self, network: NetworkModule, cache: PagedKV) -> None:
         super().__init__(cache, *network.rotaries)
@@ -38,7 +38,7 @@ class CpuOps(TorchOps):
         self.native_layers = NativeLayers(single)
         with_experts = [cast("ExpertsModule", layer.mlp) for layer in network.layers if hasattr(layer.mlp, "experts")]
         self.native_experts = {id(module): NativeExperts(module.experts) for module in with_experts}
-        # With experts Python chooses them between layers, so each is a call.
+        # With experts, each layer is a call of its own, because Python routes tokens to experts in between.
         self.single_layers = [NativeLayers([layer]) for layer in single] if with_experts else []
         self.native_target: NativeTarget | None = None
         self.native_drafter: NativeDrafter | None = None
@@ -48,7 +48,8 @@ class CpuOps(TorchOps):
         return all(NativeLayer.serves(layer, cache.keys[0]) for layer in network.layers)
 
     def batch(self, meta: AttentionMetadata | None, num_more: int = 0) -> NativeBatch:
-        """`num_more`: tokens that C adds to each sequence by itself; `meta` knows their highest position."""
+        """The pass's sequences in C's layout. `num_more`: how many tokens C appends to each sequence by itself; their highest
+        position is in `meta`."""
         meta = given(meta)
         positions, highest = given(meta.positions_N), meta.highest_position
         num_positions = 1 + (int(positions.max()) if highest is None else highest)
@@ -80,7 +81,7 @@ class CpuOps(TorchOps):
         in_place: bool = False,
         pdl_barrier: bool = False,
     ) -> Tensor:
-        """Of a network with experts."""
+        """Runs a layer of a network with experts."""
         meta = given(meta)
         x_ND = x_ND if in_place else x_ND.clone()
         self.single_layers[layer.index](meta.once(self, lambda: self.batch(meta)), x_ND, attention_input)
@@ -100,7 +101,7 @@ class CpuOps(TorchOps):
         taps: Sequence[int],
         wanted: Sequence[int],
     ) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-        """One call for a pass without experts: embedding, norm and head as calls of their own took 0.1-0.2 ms more of 4-6."""
+        """Runs a target, without experts in one call: separate calls for embedding, norm and head added 0.1-0.2 ms to 4-6."""
         if self.single_layers or not NativeTarget.serves(network):
             return super().target_pass(network, tokens_N, meta, taps, wanted)
         if self.native_target is None:
@@ -108,7 +109,7 @@ class CpuOps(TorchOps):
         return self.native_target(self.batch(meta), tokens_N, taps, wanted)
 
     def drafter(self, network: DrafterModule) -> NativeDrafter:
-        """Made when it is first asked for: a target's embedding and head are lent to a drafter after it was packed."""
+        """The drafter in C, made on first use: the target's embedding and head are lent to a drafter only after packing."""
         if self.native_drafter is None:
             self.native_drafter = NativeDrafter(network, self.native_layers)
         return self.native_drafter
@@ -119,12 +120,12 @@ class CpuOps(TorchOps):
         return self.drafter(network).step(self.batch(meta), tokens_N, h_ND)
 
     def linear(self, module: nn.Module, x: Tensor, **surroundings: Any) -> Tensor:
-        if getattr(module, "native", None) is None:  # a head with weights past fp16: torch sums rows by their number
+        if getattr(module, "native", None) is None:  # a head beyond fp16's range: torch's order of sums depends on the batch
             return torch.cat([self._row(module, x, i, **surroundings) for i in range(len(x))]) if len(x) else x
         return super().linear(module, x, **surroundings)
 
     def _row(self, module: nn.Module, x: Tensor, index: int, *, residual: Tensor | None = None, **surroundings: Any) -> Tensor:
-        # A copy: where a row lies in memory may matter too.
+        # A copy, because torch's order of sums may depend on the row's address too.
         row = residual if residual is None else residual[index : index + 1]
         return super().linear(module, x[index : index + 1].clone(), residual=row, **surroundings)
 
@@ -144,16 +145,16 @@ class CpuOps(TorchOps):
 
 
 def eager_ops(network: NetworkModule, cache: PagedKV, *, deterministic: bool = False, num_positions: int = 0) -> Ops:
-    """The backend of a network that runs from the host's layouts.
+    """The backend for a network in the eager executor.
 
-    `deterministic`: a row's numbers must not depend on the others, without a C compiler too, where that costs speed.
+    `deterministic`: a row's result must not depend on other rows even without a C compiler, which costs speed then.
 
-    `num_positions`: no token lies at or beyond it; asked for where deterministic.
+    `num_positions`: above every token's position; used only if `deterministic`.
     """
     if CpuOps.serves(network, cache):
         return CpuOps(network, cache)
     if cache.keys.dtype == torch.uint8 and deterministic:
-        raise UserError("--kv-cache-dtype q8_0 with --deterministic takes a model that the C kernels run; use float16")
+        raise UserError("--kv-cache-dtype q8_0 with --deterministic needs a model that the C kernels support; use float16")
     if deterministic:
         return CudaOps(cache, *device_tables(network, num_positions, cache.keys.device))
     return TorchOps(cache, *network.rotaries)

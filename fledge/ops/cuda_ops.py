@@ -1,6 +1,6 @@
-"""The GPU's backend: fused kernels over a paged cache, five launches a layer for few rows, no host decisions, fit for a graph.
+"""The GPU's backend: fused kernels over a paged cache, five launches per layer for few rows, no host decisions, so capturable.
 
-On CPU tensors the kernels are their torch references, so that tests can run a captured pass eagerly.
+On CPU tensors the kernels' torch references run, so that tests can run a captured pass eagerly.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionM
 
 
 class CudaOps(Ops):
-    """Of one network, whose cache and table of angles these are."""
+    """The GPU backend of one network, with its cache and its tables of cosines and sines."""
 
     def __init__(self, cache: PagedKV, *rope_tables: Tensor) -> None:
-        """`rope_tables`: `device_tables`, as far as positions go."""
+        """`rope_tables`: `device_tables` for all positions that will occur."""
         self.cache, self.rope_tables = cache, rope_tables
-        # Of this backend alone: another engine's attention may run at the same time, in another stream.
+        # Not shared with other backends: another engine's attention may run at the same time in another stream.
         self.arrivals = arrival_counts(cache.keys.device)
 
     def linear(self, module: nn.Module, x: Tensor, *, residual: Tensor | None = None, **surroundings: Any) -> Tensor:
@@ -97,7 +97,7 @@ class CudaOps(Ops):
         return draft_inputs(h_ND, tokens, weight, *norms, norm_before_residual=layer.norm_before_residual, **drafting)
 
     def _in_order(self, module: nn.Module, x: Tensor, surroundings: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Inputs as the columns of a weight with act-order read them; their norm comes first."""
+        """Reorders inputs for a weight with act-order; the norm is applied before."""
         order = getattr(module, "order", None)
         if order is None:
             return x, surroundings
@@ -109,13 +109,13 @@ class CudaOps(Ops):
         return self.cache.keys[module.layer], self.cache.values[module.layer]
 
     def _store_rotated(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata) -> Tensor:
-        """The rotated heads [N, H + 2K, E]; keys and values are in the cache."""
+        """Rotates heads and stores keys and values in the cache; returns the heads [N, H + 2K, E]."""
         positions, slots = meta.tokens(len(qkv_NX), self.cache.page_size)
         rope_cache(qkv_NX, self.rope_tables[module.rope], positions, slots, *self._cache_of(module), head_norms(module))
         return qkv_NX.view(len(qkv_NX), -1, module.head_dim)
 
     def _attend_stored(self, module: AttentionModule, q_NHE: Tensor, meta: AttentionMetadata) -> Tensor:
-        """[N, H, E]; the new keys are in the cache already."""
+        """Attention [N, H, E] over the cache, in which the new keys and values are stored already."""
         if meta.form is AttentionForm.PREFILL:
             keys, values = self._cache_of(module)
             where = (given(meta.page_table_BP), given(meta.offsets_C), given(meta.starts_B), self.cache.page_size)

@@ -1,4 +1,4 @@
-"""The reference backend: plain PyTorch, differentiable, any device."""
+"""The reference backend: plain PyTorch, differentiable, on any device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fledge.ops.base import AttentionModule, DrafterLayerModule, FusedAttentionM
 
 
 class TorchOps(Ops):
-    """Over a paged cache whose sequences the host knows (`AttentionMetadata.from_layouts`)."""
+    """The reference backend over a paged cache; the host must know the sequences' layout (`AttentionMetadata.from_layouts`)."""
 
     def __init__(self, cache: PagedKV, *rotaries: RotaryModule) -> None:
         self.cache, self.rotaries = cache, rotaries
@@ -87,10 +87,11 @@ class TorchOps(Ops):
 
 
 class AttendOps(TorchOps):
-    """Attention is the caller's own function: packed documents in training, rollouts of a study. There is no metadata."""
+    """The reference backend with the caller's own attention function: for packed documents in training and rollouts in
+    studies. It takes no metadata."""
 
     def __init__(self, attend: Attend, *angles: tuple[Tensor, Tensor]) -> None:
-        """`angles`: of each of the network's rotary embeddings."""
+        """`angles`: cosines and sines of each of the network's rotary embeddings."""
         self.function, self.cos_sin = attend, angles
 
     def attend(
@@ -106,5 +107,5 @@ def _no_attention(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, windo
     raise AssertionError("a backend without a cache")
 
 
-# For what has no attention in it.
+# For operations without attention.
 PLAIN = AttendOps(_no_attention, (torch.empty(0), torch.empty(0)))

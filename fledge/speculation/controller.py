@@ -1,7 +1,7 @@
-"""The speculation controller: how deep each request is drafted for, from acceptance, step costs and the drift guard.
+"""The speculation controller: chooses each request's speculation depth from acceptance, step costs and the drift guard.
 
-choose(running)    before a step: the depth with the highest expected tokens/s at the current load
-observe(outputs)   after it: what was drafted, accepted and emitted
+choose(running)    before a step: chooses the depth with the highest expected tokens/s at the current load
+observe(outputs)   after it: records what was drafted, accepted and emitted
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from fledge.speculation.guard import DriftGuard
 from fledge.speculation.stats import AcceptanceStats
 from fledge.speculation.verification import VerifiedPass
 
-# With learnt costs, speculation must be expected to gain this much: less is lost to what is not known well enough and to the
-# drafter's share of the prefills that come meanwhile.
+# The least expected speed-up of speculation with learnt costs: a smaller one may be an estimation error, or be cancelled by the
+# drafter's share of prefills.
 LEAST_GAIN = 1.08
-# Learnt costs are this uncertain. Too deep costs less than too shallow: a drafter that is not sure stops by itself.
+# The relative error of learnt costs. Too deep costs less than too shallow, as the drafter stops early if it is not confident.
 LEARNT_ERROR = 0.06
-# Steps after which one request is drafted for to the limit although the load speaks against it: an acceptance that was poor
-# once would otherwise never be seen to improve. Costs less than 1 % of the time.
+# After this many steps below the limit, one request is drafted for to the limit whatever the load: otherwise an acceptance that
+# was poor once would never be seen to improve. Costs less than 1 % of the time.
 EXPLORE_EVERY = 256
-# Steps of drafting after which one goes without: the cost of a plain step may have been measured in a bad moment. Where
-# drafting gains less than CLOSE, that is likely to matter, and a plain step costs less than 2 % of the time: more often.
+# After this many drafting steps one step is plain, because the cost of plain steps may have been measured at a bad moment. If
+# drafting gains less than CLOSE, that matters more, and a plain step costs less than 2 % of the time: so more often.
 PLAIN_EVERY, PLAIN_EVERY_IF_CLOSE, CLOSE = 48, 12, 1.25
-# Steps after which costs that were not measured meanwhile count as half as well known.
+# After this many steps the confidence in costs that were not measured again is halved.
 DECAY_EVERY = 256
 # Steps for which a choice is kept while the same number of requests runs: choosing takes 8 % of a small step.
 KEEP_CHOICE = 16
-# When drafting resumes the drafter first processes its pending hidden states, at this share of the target's prefill cost. It
-# must be expected to gain that back within so many steps.
+# When drafting resumes, the drafter first processes its pending hidden states, at this share of the target's prefill cost. That
+# must be expected to pay within this many steps.
 SYNC_SHARE, SYNC_STEPS = 1 / 20, 32
-# Rows that the guard judges a step, at most: beyond that it takes the host longer than it saves.
+# Most rows that the guard judges per step: more would take the host longer than it saves.
 GUARDED_ROWS = 16
 
 
 @runtime_checkable
 class Drafted(Hashable, Protocol):
-    """What the controller knows of a request."""
+    """The properties of a request that the controller reads."""
 
     speculate: bool
     drafter_stale: bool
@@ -49,7 +49,7 @@ class Drafted(Hashable, Protocol):
 
 
 class Observed(Protocol):
-    """What a step emitted for one request, stops applied."""
+    """What a step emitted for one request, cut at its stop condition."""
 
     @property
     def request(self) -> Drafted: ...
@@ -64,7 +64,7 @@ class Observed(Protocol):
 
     @property
     def passes(self) -> list[VerifiedPass]:
-        """The target passes they came from, in order."""
+        """The target passes that emitted the tokens, in order."""
         ...
 
 
@@ -77,29 +77,29 @@ class SpeculationController:
         guard: bool = False,
         coverage: VocabularyCoverage | None = None,
     ) -> None:
-        """`limit`: the deepest that was asked for; 0: speculation is off. `adaptive`: depth follows the load."""
+        """`limit`: the configured depth; 0: speculation is off. `adaptive`: the depth follows the load."""
         self.limit, self.adaptive = limit, adaptive
         self.acceptance = AcceptanceModel(limit)
         self.guard = DriftGuard(limit) if guard and limit else None
         self.coverage = coverage or VocabularyCoverage(None)
         self.stats = AcceptanceStats()
-        self.pending_tokens: Callable[[Any], int] = lambda request: 0  # tokens of a request that the drafter has yet to process
+        self.pending_tokens: Callable[[Any], int] = lambda request: 0  # tokens of a request that the drafter has not processed
         self.costs: StepCosts | None = None
         self.depth = limit  # chosen for the current step
-        self.explorer: Drafted | None = None  # drafted for to the limit, whatever the load
+        self.explorer: Drafted | None = None  # a request that is drafted for to the limit, whatever the load
         self.num_steps = 0
-        self._kept: tuple[int, int] | None = None  # numbers of running and eligible requests that the choice was made for
+        self._kept: tuple[int, int] | None = None  # numbers of running and eligible requests for which the depth was chosen
         self._shallow_steps = self._drafting_steps = self._observations = 0
 
     def use_costs(self, costs: StepCosts) -> None:
-        """The executor's cost model. Learnt costs ask for a larger gain than recorded ones."""
+        """Sets the executor's cost model. Learnt costs require a larger gain than recorded ones."""
         self.costs = costs
         if isinstance(costs, RowCosts):
             self.acceptance.margin = 1 / LEAST_GAIN
             self.acceptance.tolerance = LEARNT_ERROR
 
     def stop(self) -> None:
-        """Nothing is drafted any more."""
+        """Turns speculation off for good."""
         self.limit = self.depth = 0
         self.guard, self.explorer, self.pending_tokens = None, None, lambda request: 0
 
@@ -122,14 +122,14 @@ class SpeculationController:
         return self.depth
 
     def depth_for(self, request: Drafted) -> int:
-        """How deep a request is drafted for in this step."""
+        """The speculation depth of a request in this step."""
         if not request.speculate or request.drafter_stale:
             return 0
         allowed = self.limit if self.guard is None else self.guard.depth(request)
         return min(allowed, self.limit if request is self.explorer else self.depth)
 
     def pays_with(self, num_requests: int) -> bool:
-        """Whether speculation is expected to pay with so many requests, all of them drafted for."""
+        """Whether speculation is expected to pay with `num_requests` requests, all of them drafted for."""
         costs = self.costs
         if not self.adaptive or costs is None:
             return self.limit > 0
@@ -141,7 +141,7 @@ class SpeculationController:
             costs.decay()
         counts = len(running), len(eligible)
         if counts != self._kept or self.num_steps % KEEP_CHOICE == 0:
-            # What a plain step costs is learnt first: that takes nothing from anyone.
+            # The cost of a plain step is learnt first, because that delays no request.
             self.depth = self._best(len(running), eligible) if costs.is_known else 0
             self._kept = counts if costs.is_known else None
         self._drafting_steps = self._drafting_steps + 1 if self.depth else 0
@@ -165,14 +165,14 @@ class SpeculationController:
         return self.acceptance.choose(len(eligible) / num_running, seconds, self.allowed(eligible))
 
     def allowed(self, requests: Sequence[Drafted]) -> list[int]:
-        """How deep the guard lets each be drafted for; empty: as deep as was asked."""
+        """The depth limit that the guard sets for each request; empty: no request is limited."""
         guard = self.guard
         return [guard.depth(request) for request in requests] if guard is not None and guard.counts.shortened else []
 
     # After a step
 
     def observe(self, outputs: Sequence[Observed]) -> None:
-        """Records what was accepted. Counts are added up first: one update per request takes too long at 256 rows."""
+        """Records what was accepted. Equal steps are counted first: one update per request would take too long at 256 rows."""
         self._observations += 1
         is_guarded = self.guard is not None and self._observations % (1 + len(outputs) // GUARDED_ROWS) == 0
         seen: Counter[tuple[int, int, int, int, int]] = Counter()
@@ -189,7 +189,7 @@ class SpeculationController:
                 seen[verified.offered, verified.nodes, verified.depth, accepted, emitted] += 1
                 output.request.stats.add_step(verified.nodes, verified.depth, accepted, emitted)
                 if is_guarded and self.guard is not None and output.request.speculate:
-                    # The target chose another token where the draft went on. A request that ended may not have come so far.
+                    # Whether the target rejected a drafted token. Not so if the answer ended before the draft did.
                     missed = accepted < min(verified.depth, emitted)
                     nameable = self.coverage.holds(output.tokens[start + emitted - 1])
                     trials, sure = accepted + missed, verified.confidences

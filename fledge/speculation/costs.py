@@ -1,7 +1,7 @@
-"""Step cost models: what a step of a given size and depth is expected to take.
+"""Step cost models: the expected time of a step of a given size and depth.
 
 RowCosts     learnt from the steps that are run (eager executor): seconds by number of rows
-GraphCosts   replay time of each recorded graph, corrected by what its launches were seen to take (captured executor)
+GraphCosts   replay time of each recorded graph, corrected by the measured time of its launches (captured executor)
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Protocol
 
 from fledge.speculation.acceptance import AcceptanceModel
 
-# A cost measured n times is taken to be lower by this share of 1/n, so that what is little known gets tried again.
+# A cost measured n times is assumed to be lower by this share times 1/n, so that sizes with few measurements are tried.
 OPTIMISM = 0.15
 NEWEST = 0.1  # weight of the latest measurement, once there are some
-NEWEST_LOWER = 0.3  # the same if it is lower: other load on the machine only makes a pass longer
-# After this many measurements a new one counts as at least half and at most 1.25 times the mean: a disturbed pass must not
-# decide against a size that is then never measured again.
+NEWEST_LOWER = 0.3  # the same if it is lower than the mean: other load on the machine only makes a pass longer
+# After this many measurements a new one is clipped to 0.5 … 1.25 times the mean: otherwise one disturbed pass could rule out a
+# size, which then would never be measured again.
 STEADY, MOST_GROWTH = 3, 1.25
-LIFETIME = 2000  # measurements after which a cost that did not come up again is dropped
-# What a draft step takes of a target pass over as many rows, until it is measured.
+LIFETIME = 2000  # a cost is dropped if it was not measured again within this many measurements
+# The assumed time of a draft step, as a share of a target pass over as many rows, until it is measured.
 USUAL_DRAFT_SHARE = 1 / 14
-# Up to this many rows an unmeasured size is tried without asking what prefill of as many tokens costs.
+# Above this many rows, an unmeasured size is assumed to cost at least as much as prefill of as many tokens.
 FEW_ROWS = 8
 
 
@@ -32,10 +32,10 @@ FEW_ROWS = 8
 class _Cost:
     rows: float
     seconds: float
-    count: int  # how well it is known: measurements, which count less and less
+    count: int  # confidence: the number of measurements, halved by `decay`
     when: int
     optimism: float
-    seen: int = 1  # measurements
+    seen: int = 1  # number of measurements
 
     @property
     def expected(self) -> float:
@@ -43,10 +43,10 @@ class _Cost:
 
 
 class CostTable:
-    """Seconds by number of rows: means of neighbouring sizes, interpolated linearly.
+    """Seconds by number of rows: means over neighbouring sizes, interpolated linearly.
 
-    Outside what was measured it errs towards cheap: fewer rows cost in proportion, more rows continue the slope.
-    No size costs more than a larger one: such a measurement was a disturbed one.
+    Outside the measured range the estimate is rather low: fewer rows cost in proportion, more rows continue the slope.
+    No size is estimated to cost more than a larger one: such a measurement was disturbed.
     """
 
     def __init__(self, optimism: float = OPTIMISM) -> None:
@@ -73,7 +73,7 @@ class CostTable:
             self.costs = {place: cost for place, cost in self.costs.items() if cost.when > self.now - LIFETIME}
 
     def decay(self) -> None:
-        """Halves the confidence in every cost, so that what is not measured any more gets tried again."""
+        """Halves the confidence in every cost, so that sizes that are no longer measured get tried again."""
         self._points = None
         for cost in self.costs.values():
             cost.count = max(1, cost.count // 2)
@@ -83,7 +83,7 @@ class CostTable:
         return max((cost.rows for cost in self.costs.values()), default=0.0)
 
     def seconds(self, rows: float) -> float | None:
-        """None: nothing was measured yet."""
+        """The expected seconds for `rows` rows; None: nothing was measured yet."""
         points = self._points = self._points or self._ascending()
         if not points:
             return None
@@ -107,20 +107,21 @@ class CostTable:
 
 
 class StepCosts(Protocol):
-    """What the controller asks of an executor's cost model."""
+    """The interface of an executor's cost model."""
 
     def seconds(self, num_running: int, num_drafted: int, depth: int) -> float | None:
-        """Of a step for so many requests, `num_drafted` of which are drafted for `depth` tokens deep; None: not known."""
+        """The expected seconds of a step for `num_running` requests, `num_drafted` of which get a draft of `depth` tokens;
+        None: not known."""
         ...
 
 
 class RowCosts:
-    """Learnt by the eager executor: target passes by rows, drafting by requests and depth."""
+    """The costs that the eager executor learns: target passes by rows, drafting by requests and depth."""
 
     def __init__(self, acceptance: AcceptanceModel, nodes: Callable[[int], float] | None = None) -> None:
         """`nodes(depth)`: draft tokens verified per request; None: as many as the acceptance model expects of a chain."""
         self.nodes = nodes or acceptance.nodes
-        self.verify = CostTable()  # all of a step but drafting, by rows of the target pass
+        self.verify = CostTable()  # a step without its drafting, by rows of the target pass
         self.prefill = CostTable(optimism=0)  # the same for steps that prefill
         self.draft = {depth: CostTable() for depth in acceptance.depths}  # by the number of requests drafted for
 
@@ -135,17 +136,19 @@ class RowCosts:
         return None if verify is None else verify + self.draft_seconds(num_drafted, depth)
 
     def verify_seconds(self, rows: float) -> float | None:
-        """More rows than any draft had yet cost no less a row than prefill does: trying them would be dear."""
+        """The expected seconds of a target pass. More rows than were ever verified are assumed to cost at least as much as
+        prefill does: trying them would be expensive."""
         seconds = self.verify.seconds(rows)
         if seconds is None or rows <= self.verify.most_rows or rows <= FEW_ROWS or not self.prefill.costs:
             return seconds
         return max(seconds, self.prefill.seconds(rows) or 0.0)
 
     def draft_seconds(self, num_drafted: int, depth: int) -> float:
-        """Interpolated linearly between depths that were measured; for more requests it grows as the target's pass does.
+        """The expected seconds of drafting: interpolated linearly between measured depths, scaled like the target's pass for
+        more requests.
 
-        Outside of them it errs towards cheap, so that a depth is rather tried: less deep costs in proportion, deeper continues
-        the slope. In proportion both ways would keep the controller at a depth of 1, where syncing is most of the cost.
+        Outside the measured depths the estimate is low, so that a depth is tried: lower depths cost in proportion, higher ones
+        continue the slope. In proportion both ways would keep the controller at depth 1, where syncing is most of the cost.
         """
         points = [(known, self._measured(table, num_drafted)) for known, table in self.draft.items() if table.costs]
         if not points:
@@ -153,7 +156,7 @@ class RowCosts:
         after = bisect_left(points, (depth,))
         if after == 0:
             return points[0][1] * depth / points[0][0]
-        # Beyond the deepest: the slope of all.
+        # Beyond the highest measured depth: the slope between the lowest and the highest.
         (low, cost), (high, higher) = (points[after - 1], points[after]) if after < len(points) else (points[0], points[-1])
         return higher + max(higher - cost, 0.0) * (depth - high) / max(high - low, 1)
 
@@ -171,22 +174,22 @@ class RowCosts:
 
 
 NEWEST_CYCLE = 0.05  # weight of the latest launch in a graph's correction
-CORRECTION_DECAY = 0.001  # of corrections at other depths, a launch: contexts grow and shrink meanwhile
-GraphShape = tuple[int, ...]  # batch size, depth, sampling mode, perhaps a KV length bucket
+CORRECTION_DECAY = 0.001  # per launch, other depths' corrections move this far towards the launched one's: contexts change
+GraphShape = tuple[int, ...]  # batch size, depth, sampling mode, optionally a KV length bucket
 
 
 class GraphCosts:
-    """Of recorded cycles. They are recorded with all rows empty, where attention has nothing to read.
+    """The costs of recorded cycles, corrected by launches, because recording measures empty rows, without keys to attend to.
 
-    A shape that was not launched yet gets the smallest correction seen at its batch size, so that it is rather tried than
-    not. Corrections of depths that are no longer used slowly approach that of the depth in use.
+    A shape that was not launched yet gets the smallest correction seen at its batch size, so that it gets tried. Corrections of
+    depths that are no longer used slowly approach that of the depth in use.
     """
 
     def __init__(self, recorded: Mapping[GraphShape, float]) -> None:
         """`recorded`: seconds by shape; it may grow."""
         self.recorded = recorded
-        self.batch: tuple[int, ...] = ()  # shape without depth of the next cycle; set by the executor
-        self.corrections: dict[GraphShape, dict[int, float]] = {}  # by shape without depth: by depth, seconds to add
+        self.batch: tuple[int, ...] = ()  # the next cycle's shape without its depth; set by the executor
+        self.corrections: dict[GraphShape, dict[int, float]] = {}  # by shape without depth, then by depth: seconds to add
 
     def record(self, shape: GraphShape, seconds: float) -> None:
         if shape not in self.recorded:
@@ -199,7 +202,7 @@ class GraphCosts:
             corrections[other] = before + (now - before) * CORRECTION_DECAY
 
     def seconds_of(self, shape: GraphShape) -> float | None:
-        """None: it was never recorded."""
+        """The expected seconds of a cycle of this shape; None: it was never recorded."""
         if shape not in self.recorded:
             return None
         size, depth, *others = shape

@@ -1,35 +1,35 @@
-"""Draft-vocabulary coverage: how often the target's next token is one that the drafter can name."""
+"""Draft-vocabulary coverage: how often the target's next token is in the draft vocabulary."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-# Before anything is measured: as if so many tokens had been, with the recorded share of them outside, or this one.
+# The prior counts as this many tokens, with the recorded share outside the vocabulary, or this share if none is recorded.
 PRIOR_TOKENS, PRIOR_SHARE = 64.0, 0.02
-DECAY = 0.999  # a token: the last thousand or so count
+DECAY = 0.999  # per token: about the last thousand tokens count
 LEAST = 1e-3  # smallest coverage, so that logarithms stay finite
 
 
 class VocabularyCoverage:
-    """A running estimate over the tokens of all requests, starting from what training recorded.
+    """A running estimate over the tokens of all requests, starting from the coverage that training recorded.
 
-    A drafter's probabilities know nothing of the tokens outside its vocabulary: its 0.9 is 0.9 of what it can name.
+    A drafter's probabilities are relative to its own vocabulary: 0.9 means 0.9 of the probability that is covered.
     """
 
     def __init__(self, ids: Collection[int] | None, coverage: float | None = None) -> None:
-        """`ids`: the target ids that can be drafted; None: all of them. `coverage`: of the training answers, if recorded."""
+        """`ids`: the target ids that can be drafted; None: all. `coverage`: that of the training answers, if recorded."""
         self.ids = None if ids is None else frozenset(ids)
         self.start_from(coverage)
 
     def start_from(self, coverage: float | None) -> None:
-        """Forgets what was measured."""
+        """Resets the estimate to a recorded coverage; None: to the default prior."""
         prior = 0.0
         if self.ids is not None:
             prior = PRIOR_SHARE if coverage is None else min(max(1 - coverage, 0.0), 1.0)
         self._seen, self._outside = PRIOR_TOKENS, PRIOR_TOKENS * prior
 
     def holds(self, token: int) -> bool:
-        """Whether the drafter could have named it."""
+        """Whether the token is in the draft vocabulary."""
         return self.ids is None or token in self.ids
 
     def record(self, tokens: Sequence[int]) -> None:

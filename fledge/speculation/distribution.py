@@ -1,4 +1,4 @@
-"""From logits to the distribution a request samples from. The target's p and the drafter's q go through the same maths."""
+"""Turns logits into the distribution that a request samples from, in the same way for the target's p and the drafter's q."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from fledge.sampling import SamplingParams
 def adjust(
     logits_V: Tensor, params: SamplingParams, prompt: Sequence[int], answer: Sequence[int], banned: Sequence[int] = ()
 ) -> Tensor:
-    """Penalties, bias, bans and processors for the token that follows `prompt + answer`; `kernels.adjust` is its twin.
+    """Applies penalties, bias, bans and processors for the token after `prompt + answer`. `kernels.adjust` does it on a GPU.
 
-    `banned`: stop tokens, which may not come before `min_tokens`. Where nothing else is left, they come.
+    `banned`: stop tokens, which are banned before `min_tokens`; if no other token is left, they are allowed.
     """
     logits = logits_V.float().clone()
     device = logits.device
@@ -43,11 +43,11 @@ def adjust(
     return logits
 
 
-LEAST_TOP_P = 1e-6  # smaller values keep the likeliest token alone too, and may be 0 in fp32
+LEAST_TOP_P = 1e-6  # smaller values also keep only the likeliest token, and may be 0 in fp32
 
 
 def draw(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -> int:
-    """The token at `position` of an answer: the likeliest, or drawn with noise that belongs to (seed, position)."""
+    """The token at `position` of an answer: the likeliest, or drawn with noise that depends on (seed, position) only."""
     if params.greedy:
         return int(logits_V.argmax())
     return int(sample_cpu(logits_V[None], *sampling_tensors(params, seed, position, logits_V.device))[0])
@@ -56,7 +56,7 @@ def draw(logits_V: Tensor, params: SamplingParams, seed: int, position: int) -> 
 def sampling_tensors(
     params: SamplingParams, seed: int, position: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, TruncationParams | None]:
-    """Temperature, seed, counter and truncation of one row, as `kernels.sample` takes them."""
+    """Temperature, seed, counter and truncation of one row, as arguments of `kernels.sample`."""
     temperature = torch.tensor([0.0 if params.greedy else params.temperature], device=device)
     numbers = torch.tensor([[seed], [position]], device=device)
     truncation = None

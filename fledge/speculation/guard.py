@@ -1,11 +1,11 @@
-"""The drift guard: a request whose drafts are clearly worse than usual is drafted for less deeply until they are usual again.
+"""The drift guard: lowers the depth of a request whose drafts are clearly worse than usual, until they are normal again.
 
-What is usual is learnt from the engine's own requests: nothing is judged during the warm-up (`calibration_steps` speculative
-steps, `calibration_probes` probed drafts), and the band follows slowly afterwards. Only the depth of drafts changes, and a
-draft's depth changes no answer. A request's limit is halved, down to 1 and never to 0, so that it can be seen to recover.
+The normal range (the band) is learnt from the engine's own requests: nothing is judged during calibration (`calibration_steps`
+speculative steps, `calibration_probes` probed drafts), and the band adapts slowly afterwards. Only the depth of drafts changes,
+which changes no answer. A request's limit is halved, down to 1 but never to 0, so that a recovery can be detected.
 
-    acceptance   by place in the draft, over the request's last twenty or so trials, against all requests'. Where the drafter
-                 gives its own probabilities, they are subtracted: a hard text that it is unsure of is no drift
+    acceptance   by position in the draft, over about the request's last twenty trials, compared with all requests. If the
+                 drafter gives its own probabilities, they are subtracted: low confidence on a hard text is no drift
     rms, sink    size of the fed-back state and share of attention on the sink, by draft step, from the sampled probe
 """
 
@@ -15,20 +15,20 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-BAND_DECAY = 0.9995  # of what all requests showed, a trial
-REQUEST_DECAY = 0.95  # of what one request showed, a trial: about twenty count
+BAND_DECAY = 0.9995  # of the counts of all requests, per trial
+REQUEST_DECAY = 0.95  # of one request's counts, per trial: about twenty trials count
 LEAST_TRIALS = 8.0
-# A request has left the band when its rate lies this far below the usual one, in absolute terms and in standard errors.
-# It is back when it lies no further than half of that below.
+# A request has left the band when its rate is this far below the usual one, in absolute terms and in standard errors.
+# It is back when it is below by no more than half of that.
 CLEAR_DROP, STANDARD_ERRORS = 0.25, 3.0
 # The same for probed figures; those of the fed-back state are relative.
 CLEAR_SHIFT = {"rms": 0.5, "sink_share": 0.25}
 RELATIVE = ("rms",)
 DEVIATIONS = 4.0
 PROBE_DECAY = 0.995
-PAUSE = 8  # steps between two shortenings of a request
-# Steps for which a shortened request must be in the band before its limit is doubled. It is waited twice as long each time
-# that the request falls back, until it has stayed in the band for the longest time.
+PAUSE = 8  # least steps between two shortenings of a request
+# Steps for which a shortened request must be in the band before its limit is doubled. The wait is doubled each time that the
+# request leaves the band again, and reset after LONGEST_WAIT steps at the full depth.
 FIRST_WAIT, LONGEST_WAIT = 16, 256
 REASONS = ("acceptance", "rms", "sink")
 REASON_OF = {"rms": "rms", "sink_share": "sink"}
@@ -36,17 +36,17 @@ REASON_OF = {"rms": "rms", "sink_share": "sink"}
 
 @dataclass
 class GuardCounts:
-    """Since the engine's start. Plain numbers: another thread may read them."""
+    """The guard's counts since the engine's start. Plain numbers, so that another thread may read them."""
 
-    requests: int = 0  # that were shortened at least once
+    requests: int = 0  # requests that were shortened at least once
     shortenings: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
-    recoveries: int = 0  # back to the full depth
-    shortened: int = 0  # requests that are short now
-    short_steps: int = 0  # speculative steps of requests that were short
+    recoveries: int = 0  # how often a request returned to the full depth
+    shortened: int = 0  # requests that are shortened now
+    short_steps: int = 0  # speculative steps of shortened requests
 
 
 class _Rates:
-    """Decayed counts by place in the draft: how often it was reached, accepted, and expected by the drafter to be accepted."""
+    """Decayed counts by position in the draft: how often it was reached, accepted, and expected to be by the drafter."""
 
     def __init__(self, places: int, decay: float) -> None:
         self.decay = decay
@@ -62,7 +62,7 @@ class _Rates:
         return self.accepted[place] / self.tried[place]
 
     def surplus(self, place: int) -> float:
-        """The rate minus the expected one."""
+        """The acceptance rate minus the rate that the drafter expected."""
         return (self.accepted[place] - self.expected[place]) / self.tried[place]
 
     def forget_from(self, place: int) -> None:
@@ -71,7 +71,7 @@ class _Rates:
 
 
 class _Usual(_Rates):
-    """Those of all requests. Nothing is judged by them during the first steps."""
+    """The rates of all requests, used for judging only after `calibration_steps` steps."""
 
     def __init__(self, places: int, calibration_steps: int) -> None:
         super().__init__(places, BAND_DECAY)
@@ -79,7 +79,7 @@ class _Usual(_Rates):
 
 
 class _Spread:
-    """Decayed mean and deviation of a figure."""
+    """The decayed mean and variance of a probed figure."""
 
     def __init__(self, name: str) -> None:
         self.name, self.probes, self.weight, self.mean, self.variance = name, 0, 0.0, 0.0, 0.0
@@ -100,19 +100,19 @@ class _Spread:
 class _Watched:
     def __init__(self, limit: int) -> None:
         self.rates = _Rates(limit, REQUEST_DECAY)
-        self.is_expected = False  # its drafts come with probabilities
+        self.is_expected = False  # whether its drafts come with probabilities
         self.limit = limit
         self.since = 0  # steps since the limit changed
         self.wait = FIRST_WAIT
-        self.drifting: set[str] = set()  # probed figures that were out of the band when last looked at
-        self.unseen = 0  # steps since it was looked at
+        self.drifting: set[str] = set()  # figures that were out of the band at the last probe
+        self.unseen = 0  # steps since the last probe
         self.was_short = False
-        self.has_grown = False  # the last change lengthened it
+        self.has_grown = False  # whether the last change of the limit was an increase
 
 
 class DriftGuard:
     def __init__(self, limit: int, *, calibration_steps: int = 256, calibration_probes: int = 16) -> None:
-        """`limit`: the depth of a draft when all is well."""
+        """`limit`: the depth of drafts without drift."""
         self.limit, self.calibration_steps, self.probes_needed = limit, calibration_steps, calibration_probes
         self.usual = self._calibrate()
         self.bands: dict[str, list[_Spread]] = {name: [] for name in CLEAR_SHIFT}
@@ -120,11 +120,11 @@ class DriftGuard:
         self.counts = GuardCounts()
 
     def _calibrate(self) -> dict[bool, _Usual]:
-        """By whether drafts come with probabilities: a greedy draft and a drawn one are not compared."""
+        """Empty rates, separately for drafts with and without probabilities: greedy and drawn drafts are not compared."""
         return {is_expected: _Usual(self.limit, self.calibration_steps) for is_expected in (False, True)}
 
     def depth(self, request: Hashable) -> int:
-        """How deep it may be drafted for."""
+        """The depth limit of a request."""
         return self.watched[request].limit if request in self.watched else self.limit
 
     def forget(self, request: Hashable) -> None:
@@ -133,7 +133,7 @@ class DriftGuard:
             self.counts.shortened -= watched.limit < self.limit
 
     def renew(self) -> None:
-        """The drafter has other weights: no request is shortened any more, and what is usual is learnt anew."""
+        """Call it when the drafter's weights change: no request stays shortened, and the band is learnt anew."""
         self.counts.recoveries += self.counts.shortened
         self.counts.shortened = 0
         self.watched.clear()
@@ -149,12 +149,12 @@ class DriftGuard:
         nameable: bool = True,
         confidences: Sequence[float] = (),
     ) -> None:
-        """A step's draft was `depth` deep and so many of its tokens were accepted.
+        """Records a step whose draft had `depth` tokens, `accepted` of which were accepted; adjusts the request's limit.
 
         `confidences`: the drafter's probabilities of its tokens: for all steps of a request, or for none.
 
-        `nameable`: the drafter could have named the token that the target chose after those. If it could not, the miss says
-        nothing about the drafter and is not counted.
+        `nameable`: whether the token that the target chose next is in the draft vocabulary. If not, the miss says nothing about
+        the drafter and is not counted.
         """
         tried = min(depth, accepted + nameable)
         watched, usual = self._watch(request), self.usual[bool(confidences)]
@@ -164,7 +164,7 @@ class DriftGuard:
         watched.since += 1
         watched.unseen += 1
         if watched.unseen >= LONGEST_WAIT:
-            watched.drifting.clear()  # it may not be looked at again for long; should it still drift, it is seen then
+            watched.drifting.clear()  # the next probe may be far off; if the request still drifts, that probe shows it
         self.counts.short_steps += watched.limit < self.limit
         if usual.steps_left:
             usual.steps_left -= 1
@@ -176,7 +176,7 @@ class DriftGuard:
             watched.wait, watched.has_grown = FIRST_WAIT, False
 
     def record_probe(self, request: Hashable, figures: Mapping[str, Sequence[float | None]]) -> None:
-        """The probe looked at one draft: its figures by draft step, None where it saw none."""
+        """Records the probed figures of one draft, by draft step; None where there is no figure."""
         watched = self._watch(request)
         watched.unseen = 0
         for name, bands in self.bands.items():
@@ -191,7 +191,7 @@ class DriftGuard:
                     continue
                 width = band.width
                 is_out |= abs(value - band.mean) > width
-                band.add(min(max(value, band.mean - width), band.mean + width))  # an outlier does not make the band wide
+                band.add(min(max(value, band.mean - width), band.mean + width))  # clipped: outliers must not widen the band
             if is_out:
                 watched.drifting.add(name)
                 self._shorten(watched, REASON_OF[name])
@@ -204,7 +204,7 @@ class DriftGuard:
         return self.watched[request]
 
     def _judged(self, watched: _Watched) -> list[tuple[float, float]]:
-        """For each place with enough trials: how far it lies below the usual, and how far it may."""
+        """For each position with enough trials: how far its rate is below the usual one, and how far it may be."""
         rates, usual = watched.rates, self.usual[watched.is_expected]
         judged = []
         for place in range(watched.limit):
@@ -235,7 +235,7 @@ class DriftGuard:
         watched.limit, watched.since = max(1, watched.limit // 2), 0
 
     def _lengthen(self, watched: _Watched) -> None:
-        watched.rates.forget_from(watched.limit)  # what lies deeper is judged anew
+        watched.rates.forget_from(watched.limit)  # deeper positions are judged anew
         watched.limit, watched.since, watched.has_grown = min(2 * watched.limit, self.limit), 0, True
         if watched.limit == self.limit:
             self.counts.recoveries += 1

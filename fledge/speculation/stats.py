@@ -1,4 +1,4 @@
-"""Acceptance, by every definition in use, each under its own name."""
+"""Acceptance statistics: the different definitions in use, each under its own name."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class AcceptanceStats:
-    """Counts over speculative steps. Tokens beyond a stop were never emitted and are not counted."""
+    """Counts over speculative steps. Tokens after a stop are not emitted and not counted."""
 
-    steps: int = 0  # verification passes that carried a draft
-    drafted: int = 0  # draft nodes verified
+    steps: int = 0  # verification passes with a draft
+    drafted: int = 0  # drafted tokens that were verified
     accepted: int = 0  # drafted tokens that were emitted
     emitted: int = 0  # all tokens emitted by those steps
     drafted_at: list[int] = field(default_factory=list)  # [d]: steps whose draft reached depth d + 1
-    accepted_at: list[int] = field(default_factory=list)  # [d]: steps that accepted at depth d + 1
+    accepted_at: list[int] = field(default_factory=list)  # [d]: steps that accepted a token at depth d + 1
 
     def add_step(self, nodes: int, depth: int, accepted: int, emitted: int, times: int = 1) -> None:
-        """`times`: so many steps that were alike."""
+        """Counts a step, or `times` equal ones."""
         self.steps += times
         self.drafted += times * nodes
         self.accepted += times * accepted
@@ -43,17 +43,17 @@ class AcceptanceStats:
 
     @property
     def acceptance_length(self) -> float:
-        """Micro: 1 + accepted / steps, as vLLM reports it."""
+        """The micro average: 1 + accepted / steps, as in vLLM."""
         return 1 + self.accepted / self.steps if self.steps else 1.0
 
     @property
     def unconditional_rates(self) -> list[float]:
-        """[d]: share of all steps that accepted at depth d + 1 (vLLM's per-position acceptance)."""
+        """[d]: the share of all steps that accepted at depth d + 1 (vLLM's per-position acceptance)."""
         return [count / self.steps for count in self.accepted_at] if self.steps else []
 
     @property
     def conditional_rates(self) -> list[float]:
-        """[d]: share of the steps that accepted at depth d (or drafted at all) which also accepted at depth d + 1."""
+        """[d]: of the steps that accepted at depth d (for d = 0: all steps), the share that also accepted at depth d + 1."""
         before = [self.steps, *self.accepted_at[:-1]] if self.accepted_at else []
         return [count / base if base else 0.0 for count, base in zip(self.accepted_at, before, strict=True)]
 
@@ -76,6 +76,6 @@ class AcceptanceStats:
 
 
 def macro_acceptance_length(parts: Iterable[AcceptanceStats]) -> float:
-    """Tokens per step of each request, then averaged over requests (SPEED-Bench's definition)."""
+    """The macro average: each request's tokens per step, averaged over requests (SPEED-Bench's definition)."""
     lengths = [part.acceptance_length for part in parts if part.steps]
     return sum(lengths) / len(lengths) if lengths else 1.0

@@ -1,6 +1,6 @@
-"""Which drafted tokens are accepted: the target's choices and a draft in, the accepted path and the next token out.
+"""Verification: finds the accepted path of a draft and the next token from the target's choices.
 
-Row 0 of a verification pass follows the last settled token; row i + 1 follows draft node i.
+Row 0 of a verification pass is the last settled token; row i + 1 is draft node i.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torch import Tensor
 
 @dataclass
 class Draft:
-    """A tree of proposed tokens; a chain is the tree in which every node follows the one before."""
+    """A tree of drafted tokens; a chain is a tree in which every node's parent is the previous node."""
 
     tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)  # index of the node before; -1: follows the settled text
+    parents: list[int] = field(default_factory=list)  # index of the parent node; -1: the settled text
     confidences: list[float] = field(default_factory=list)  # the drafter's own probability for each token
 
     @classmethod
@@ -33,7 +33,7 @@ class Draft:
         return self.parents == list(range(-1, len(self.parents) - 1))
 
     def depths(self) -> list[int]:
-        """Depth of each node, from 1."""
+        """The depth of each node, from 1."""
         if self.is_chain:
             return list(range(1, len(self.parents) + 1))
         depths: list[int] = []
@@ -49,7 +49,7 @@ class Draft:
         return [index for index, parent in enumerate(self.parents) if parent == node]
 
     def tail_mask(self) -> Tensor:
-        """[1 + n, 1 + n]: which of the new tokens (the settled one first) each of them sees."""
+        """The mask [1 + n, 1 + n]: which of the new tokens (the last settled one first) each of them sees."""
         mask = torch.zeros(len(self) + 1, len(self) + 1, dtype=torch.bool)
         mask[:, 0] = True
         for index, parent in enumerate(self.parents):
@@ -62,23 +62,23 @@ class Draft:
 class VerifiedPass(NamedTuple):
     """One target pass of a request, for statistics."""
 
-    num_tokens: int  # emitted by it
-    depth: int = 0  # of its draft; 0: plain
-    nodes: int = 0  # draft tokens verified; more than `depth` in a tree
-    offered: int = 0  # how deep it might have been drafted; more than `depth` where the drafter stopped early
-    confidences: Sequence[float] = ()  # the drafter's own probabilities, if they say how often it is right
+    num_tokens: int  # emitted tokens
+    depth: int = 0  # depth of the draft; 0: no draft
+    nodes: int = 0  # drafted tokens verified; more than `depth` in a tree
+    offered: int = 0  # the planned depth; more than `depth` if the drafter stopped early
+    confidences: Sequence[float] = ()  # the drafter's own probabilities, if they estimate how often it is right
 
 
 class Verification(NamedTuple):
     accepted: list[int]  # draft nodes, from the root down
-    next_token: int  # the target's own: the correction, or the bonus token when all were accepted
+    next_token: int  # the target's own token: the correction, or the bonus token if all were accepted
 
 
 def verify(chosen: Sequence[int], draft: Draft) -> Verification:
-    """Walks down the draft while it holds the token that the target chose.
+    """Walks down the draft as long as it contains the token that the target chose.
 
-    `chosen[row]`: the target's choice after each row, greedy or drawn. Draws belong to (seed, position), so what is emitted
-    is the target's own draw whatever was drafted: same distribution, same text as without speculation.
+    `chosen[row]`: the target's choice after each row, greedy or drawn. Draws depend on (seed, position) only, so the emitted
+    token is the target's own draw whatever was drafted: the same distribution and text as without speculation.
     """
     if draft.is_chain:
         for node, token in enumerate(draft.tokens):
@@ -96,9 +96,9 @@ def verify(chosen: Sequence[int], draft: Draft) -> Verification:
 
 
 class LazyChoices(Sequence[int]):
-    """The target's choice after each row, computed when the walk gets there: `choose(row, path to it)`.
+    """The target's choice after each row, computed by `choose(row, path to it)` when `verify` reads it.
 
-    Penalties and grammars depend on the path, and most rows of a rejected draft are never reached.
+    Penalties and grammars depend on the path, and most rows of a rejected draft are never read.
     """
 
     def __init__(self, choose: Callable[[int, list[int]], int], draft: Draft) -> None:

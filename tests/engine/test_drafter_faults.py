@@ -83,6 +83,6 @@ def test_an_exception_of_the_drafter(plain, caplog, kind: str, tree: TreeShape |
         assert run(failing, PROMPTS, PARAMS[kind]) == plain[kind]
         assert run(failing, PROMPTS, PARAMS[kind]) == plain[kind]
     assert len(calls) == 4
-    assert [record.message for record in caplog.records] == ["the drafter failed; from here on nothing is drafted"]
+    assert [record.message for record in caplog.records] == ["the drafter failed; decoding continues without speculation"]
     failing.check_integrity()
     assert failing.pool.num_free == failing.pool.num_pages

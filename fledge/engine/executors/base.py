@@ -1,6 +1,6 @@
-"""What the engine asks of an executor: it runs the target and the drafter for the requests of a plan.
+"""The executor interface: an executor runs the target and the drafter for the requests of a plan.
 
-    eager.py        runs a step when it is submitted (CPU; in tests, the twin of the other)
+    eager.py        runs a step when it is submitted (CPU; tests compare the other executor with it)
     cuda_graph.py   replays captured cycles and reads their output one submission late (GPU)
 
 The executor owns device tensors, rows and graphs. The scheduler owns requests and KV pages.
@@ -41,7 +41,7 @@ class Chunk:
 
     @property
     def completes(self) -> bool:
-        """Whether the whole text is prefilled with it, so that a token follows."""
+        """Whether this chunk completes the prefill, so that the first token follows."""
         return self.end == self.request.prefill_end
 
 
@@ -73,17 +73,18 @@ class Output:
     drafted: list[bool]  # per token: the drafter proposed it
     passes: list[VerifiedPass]
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    failure: Exception | None = None  # the request cannot go on: it ends alone
+    failure: Exception | None = None  # ends this request only
 
 
 def not_numbers() -> RuntimeError:
-    return RuntimeError("the model's logits are not numbers: its weights are damaged, or overflow; try --dtype float32")
+    """The error for logits that are NaN."""
+    return RuntimeError("the model's logits are not numbers (NaN): its weights are damaged or overflow; try --dtype float32")
 
 
 class Executor(ABC):
-    """By default a step is complete when it was submitted, and there is nothing to prepare or to interrupt."""
+    """Runs plans. The defaults here suit an executor that completes a step in `submit` and needs no preparation."""
 
-    is_ragged: bool  # one pass holds drafts of different depths and prefill chunks; else depths are equal and prefill is apart
+    is_ragged: bool  # one pass mixes draft depths and prefill chunks; otherwise depths are equal and prefill is a pass apart
     lookahead: int  # KV slots needed past the text: drafted tokens are stored there before they are verified
     costs: StepCosts
 
@@ -100,18 +101,18 @@ class Executor(ABC):
         self.controller, self.drafter = controller, drafter
 
     def check(self, params: SamplingParams) -> None:
-        """Refuses, by name, sampling options that it cannot serve."""
+        """Raises for sampling options that this executor cannot serve, naming them."""
         return
 
     # A step
 
     @property
     def max_unread_tokens(self) -> int:
-        """Tokens that a request may have been given by submitted steps that were not collected yet."""
+        """The most tokens that submitted but uncollected steps may have emitted for a request."""
         return 0
 
     def prepare(self, decoding: Sequence[Request], *, expects_requests: bool) -> None:
-        """Before a depth is chosen for these requests, so that `costs` are those of their batch."""
+        """Called before a depth is chosen for these requests, so that `costs` are those of their batch."""
         return
 
     @abstractmethod
@@ -120,7 +121,7 @@ class Executor(ABC):
 
     @abstractmethod
     def collect(self) -> list[Output]:
-        """The output of all submitted steps that the device need not be waited for; of the rest when nothing else runs."""
+        """Returns the output of submitted steps that can be read without idling the device; of all if nothing else runs."""
 
     def resume(self) -> None:
         """Continues a submitted step that needs the host between drafting and verification, after `collect`."""
@@ -128,80 +129,80 @@ class Executor(ABC):
 
     @abstractmethod
     def release(self, requests: Sequence[Request]) -> None:
-        """Frees what belongs to requests that leave or are preempted, before their pages are given away."""
+        """Frees the rows and state of requests that leave or are preempted, before their pages are given to others."""
 
     # Policy
 
     @abstractmethod
     def chunk_tokens(self, remaining: int, budget: int, chunks: Sequence[Chunk]) -> int:
-        """How many of a request's remaining tokens to prefill in a step that has these chunks already; 0: none."""
+        """How many of a request's `remaining` tokens to prefill in a step that already has these chunks; 0: none."""
 
     @abstractmethod
     def admits(self, remaining: int, budget: int, chunks: Sequence[Chunk]) -> bool:
-        """Whether a waiting request with so many tokens to prefill may join the step."""
+        """Whether a waiting request with `remaining` tokens to prefill may join the step."""
 
     @abstractmethod
     def prefill_budget(self, num_decode_rows: int) -> int:
         """Tokens that a step may prefill beside its decoding rows."""
 
     def least_reuse(self, num_tokens: int) -> int:
-        """Cached tokens of a text below which prefilling all of it is faster."""
+        """The fewest cached tokens worth reusing: with fewer, prefilling the whole text is faster."""
         return 0
 
     @abstractmethod
     def page_keys(self, request: Request, num_requests: int) -> PageKeys:
-        """Under which keys a new request's pages can be found by others; `num_requests` are running or waiting already."""
+        """The prefix-cache keys of a new request's pages; `num_requests`: how many already run or wait."""
 
     @property
     def prefill_seconds(self) -> float:
-        """What any prefill costs the running requests at least; 0: it shares their pass."""
+        """The least time that any prefill delays the running requests; 0: prefill shares their pass."""
         return 0.0
 
     def recompute_seconds(self, num_tokens: int) -> float | None:
-        """What prefilling so many tokens again takes; None: not known, or never needed here."""
+        """Seconds to prefill `num_tokens` again; None: not known, or never needed here."""
         return None
 
     def cycles_ahead(self, *, expects_requests: bool) -> int:
-        """Cycles to launch together."""
+        """How many cycles to launch together."""
         return 1
 
     # Preparing
 
     def warm_up(self) -> list[str]:
-        """Prepares what the first requests need; lines for the log."""
+        """Prepares what the first requests need; returns lines for the log."""
         return []
 
     def compile_kernels(self) -> None:
-        """The part of `warm_up` that offline work needs, which records what it uses on the way."""
+        """Compiles the kernels that offline runs need; their graphs are recorded on first use."""
         return
 
     def idle(self) -> bool:
-        """Nothing runs: prepares more, for a moment. False: there is nothing left to prepare."""
+        """Prepares more, for a moment, while no request runs. False: nothing is left to prepare."""
         return False
 
     # Hidden states, for learning
 
     @property
     def states(self) -> HostStates | DeviceStates | None:
-        """What is kept of them."""
+        """The store of hidden states kept for learning; None: none are kept."""
         return None
 
     @abstractmethod
     def collect_states(self, *, limit: int) -> None:
-        """Keeps the hidden states of requests that may be learnt from, up to `limit` tokens each: the drafter's auxiliary
-        layers and the residual stream before the final norm. Before `warm_up`. 0: not any more."""
+        """Starts keeping the hidden states of requests that may be learnt from, up to `limit` tokens each: the outputs of the
+        drafter's auxiliary layers and the residual stream before the final norm. Call before `warm_up`. `limit` 0 stops it."""
 
     def take_states(self, request: Request) -> tuple[int, list[Tensor]] | None:
-        """Of a finished request: the position of the first, and one [T, D] a layer; None: they were not kept. Once."""
+        """Hands over a finished request's states, once: the first one's position, and one [T, D] per layer. None: not kept."""
         return None if self.states is None else self.states.take(request)
 
     def drop_states(self, requests: Collection[Request]) -> None:
-        """Of finished requests: their states will not be taken."""
+        """Frees the states of finished requests that will not be taken."""
         if self.states is not None:
             self.states.drop(requests)
 
     def interrupted(self) -> None:
-        """Something else ran on the device: what steps cost is measured from here."""
+        """Call it when other work ran on the device, so that its time is not counted as a step's."""
         return
 
     @abstractmethod

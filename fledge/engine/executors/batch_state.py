@@ -1,4 +1,4 @@
-"""The rows of a running batch as device tensors: which request is where, how far it is, how it samples.
+"""The rows of a running batch as device tensors: each row's text length, pages, stop conditions and sampling parameters.
 
 A row is one request. A cycle reads and writes rows in place; the host only initialises rows, moves them, and reads output late.
 """
@@ -18,22 +18,22 @@ from fledge.kernels.bits import num_words, pack_bits, set_bits_
 from fledge.kernels.sample import SamplingState
 from fledge.kernels.truncation import TruncationParams
 
-# Sampling modes of a cycle: each is a graph of its own, and a later one also does what the earlier ones do.
+# Sampling modes of a cycle: each has a graph of its own, and a higher mode also serves rows that need only a lower one.
 # TRUNCATED: sampled within top-k, min-p or top-p. ADJUSTED: logits are materialised, for penalties, bias, bans, grammar
 # masks and log-probabilities.
 GREEDY, SAMPLED, TRUNCATED, ADJUSTED = range(4)
-MAX_STOP_IDS = 16  # among the int_params of `NewRows`; `BatchState.prepare_rows` takes any number
-NUM_INT_PARAMS = 9  # before the stop ids
+MAX_STOP_IDS = 16  # stop ids that fit into `NewRows.int_params`; `BatchState.prepare_rows` takes any number
+NUM_INT_PARAMS = 9  # columns of `NewRows.int_params` before the stop ids
 
 
 @dataclass
 class RowInit:
-    """A request that takes a row."""
+    """The initial values of a row for a request."""
 
     row: int
     text: Sequence[int]  # to prefill: the prompt, and the answer so far of a request that was preempted
     pages: Sequence[int]
-    limit: int  # tokens of the answer at most
+    limit: int  # most tokens of the answer
     seed: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
@@ -43,9 +43,9 @@ class RowInit:
     num_answered: int = 0  # tokens at the text's end that belong to the answer
     top_k: int = 0  # 0: none
     min_p: float = 0.0
-    min_answer: int = 0  # tokens of the answer at least
+    min_answer: int = 0  # fewest tokens of the answer
     options: RowOptions | None = None  # penalties, bias, bad words; None: none of them
-    mask: np.ndarray | None = None  # int32 [W]: tokens that a grammar allows first
+    mask: np.ndarray | None = None  # int32 [W]: bit mask of the tokens that a grammar allows first
     wants_logprobs: bool = False
 
     @property
@@ -59,10 +59,10 @@ class RowInit:
 
 @dataclass
 class NewRows:
-    """`RowInit`s as a prefill graph reads them."""
+    """`RowInit`s as the tensors that a prefill graph reads."""
 
-    # int64 [B, 9 + MAX_STOP_IDS]: row; 1 where it shall run; length of the text; tokens of it that belong to the answer;
-    # most and fewest tokens of the answer; depth limit; seed; top-k; stop ids, -1: none
+    # int64 [B, 9 + MAX_STOP_IDS]: row; 1: active; length of the text; how much of it is answer; most and fewest tokens of the
+    # answer; depth limit; seed; top-k; stop ids, -1: none
     int_params: Tensor
     float_params: Tensor  # [B, 3]: temperature, top-p and min-p
     page_table: Tensor  # [B, P]
@@ -76,7 +76,7 @@ class BatchState:
     def __init__(
         self, num_rows: int, max_length: int, max_pages: int, vocab_size: int, device: torch.device, max_depth: int
     ) -> None:
-        # One row more than requests: padding of a prefill graph is written there.
+        # One row more than there are requests: a prefill graph writes its padding there.
         self.dummy_row, self.max_depth, self.vocab_size = num_rows, max_depth, vocab_size
         num_rows += 1
 
@@ -103,10 +103,10 @@ class BatchState:
             zeros(num_rows, dtype=torch.float32), zeros(num_rows), zeros(num_rows, dtype=torch.float32)
         )
         self.page_table = zeros(num_rows, max_pages)
-        # Set by drafting; lives within one cycle.
+        # Set by drafting; valid within one cycle.
         self.drafts = zeros(num_rows, max(max_depth, 1), dtype=torch.int64)
         self.method_state: list[Tensor] = []  # what the drafting method keeps for each row
-        self.adjustments: Adjustments | None = None  # made when the first request asks for one: 6 bytes a row and token id
+        self.adjustments: Adjustments | None = None  # allocated on first use: 6 bytes per row and token id
 
     @property
     def device(self) -> torch.device:
@@ -114,7 +114,7 @@ class BatchState:
 
     @property
     def carried(self) -> list[Tensor]:
-        """What belongs to a row from one cycle to the next."""
+        """The tensors whose rows belong to a request from one cycle to the next."""
         tensors = [*self.rows, self.seed, self.temperature, *self.truncation, self.page_table, *self.method_state]
         return [*tensors, *(self.adjustments or ())]
 
@@ -125,7 +125,10 @@ class BatchState:
     # Row init: the host's part, then the part of the prefill graph
 
     def prepare_rows(self, inits: Sequence[RowInit], *, keeps_text: bool) -> None:
-        """Uploads what a prefill graph has no place for, without waiting. `keeps_text`: the drafting method reads the text."""
+        """Uploads the row values that a prefill graph's inputs do not hold, without waiting for the device.
+
+        `keeps_text`: the drafting method reads the text.
+        """
         texts = self.rows.tokens
         assert texts is not None
         for init in inits:
@@ -133,7 +136,7 @@ class BatchState:
                 texts[init.row, : len(init.text)].copy_(self.upload(np.array(init.text, dtype=np.int32)))
             if len(init.stop_ids) > MAX_STOP_IDS:
                 bits = self.rows.stop_bits[init.row]
-                bits.copy_(self.upload(pack_bits(init.stop_ids, len(bits))))  # `init_rows` then finds KEEP
+                bits.copy_(self.upload(pack_bits(init.stop_ids, len(bits))))  # `init_rows` gets KEEP and leaves them
         if self.adjustments is None and any(init.mode == ADJUSTED for init in inits):
             self.make_adjustments()
         if self.adjustments is not None:
@@ -149,7 +152,7 @@ class BatchState:
         return self.adjustments
 
     def set_masks(self, masks: dict[int, np.ndarray]) -> None:
-        """Tokens that grammars allow at the first positions of these rows' next pass: int32 [T, W] each."""
+        """Sets which tokens grammars allow at the first T positions of these rows' next pass; int32 [T, W] per row."""
         adjustments = self.make_adjustments()
         rows = self.upload(np.array(list(masks), dtype=np.int64))
         stacked = self.upload(np.stack(list(masks.values())))
@@ -157,7 +160,7 @@ class BatchState:
         adjustments.has_mask_R.index_fill_(0, rows, 1)
 
     def init_rows(self, new: NewRows) -> None:
-        """Puts requests into rows; their text is in the cache and their next token is yet to be chosen. Capturable."""
+        """Puts requests into rows, once their text is in the cache and before their next token is chosen. Capturable."""
         state = self.rows
         rows, active, length, answered, limit, least, depth_limit, seed, top_k = new.int_params[:, :NUM_INT_PARAMS].unbind(1)
         set_bits_(state.stop_bits, rows, new.int_params[:, NUM_INT_PARAMS:])
@@ -179,11 +182,11 @@ class BatchState:
     # Changes between cycles
 
     def add_pages(self, rows: Tensor, places: Tensor, pages: Tensor) -> None:
-        """Entries of page tables that have grown."""
+        """Writes the new entries of page tables that have grown."""
         self.page_table.index_put_((rows, places), pages.to(self.page_table.dtype))
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Rows change places; their keys and values stay, because the page table moves along."""
+        """Moves rows to other indices. Their keys and values stay in place, because the page table moves with the row."""
         for tensor in self.carried:
             tensor[targets] = tensor[sources]
         self.stop(sources)
@@ -192,6 +195,6 @@ class BatchState:
         self.rows.active.index_fill_(0, rows, 0)
 
     def upload(self, array: np.ndarray) -> Tensor:
-        """A copy on the device; the host does not wait for it."""
+        """Returns a copy on the device, without waiting for it."""
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)

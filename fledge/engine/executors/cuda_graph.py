@@ -4,7 +4,7 @@
     device                 |  prefill A  |     cycle 1     |     cycle 2     |  prefill B  |     cycle 3   …
 
 A request has a row of the batch while it runs. Prefills are enqueued behind a cycle, which keeps the device busy while the
-host prepares them. Where the host takes longer over the output than the device over a cycle, several cycles are launched
+host prepares them. If the host needs longer to process the output than the device to run a cycle, several cycles are launched
 together (`LaunchAhead`). Without `capture` the same functions run eagerly, on any device: tests do so on a CPU.
 """
 
@@ -41,14 +41,14 @@ from fledge.speculation.methods.base import CapturedMethod, Drafter
 
 log = logging.getLogger("fledge.engine")
 
-# Tokens that a cache must hold of a prompt to be used, if they are not half of it.
+# Cached tokens of a prompt that are always worth reusing; with fewer, half of the prompt must be cached.
 LEAST_REUSE = 1024
-# Cycles that a waiting request waits for at most before it is prefilled.
+# The most cycles that are launched together while a request waits for prefill.
 MAX_CYCLES_BEFORE_PREFILL = 2
 
 
 class _Halted(NamedTuple):
-    """An ADJUSTED cycle that waits for masks before its choice."""
+    """An ADJUSTED cycle that needs grammar masks before its CHOICE stage."""
 
     rows: dict[int, Request]
     shape: tuple[int, ...]
@@ -90,13 +90,13 @@ class CudaGraphExecutor(Executor):
         self.num_in_flight = 0  # launches of the last submission: not collected while the device works on them
         self.usual_graphs: UsualGraphs | None = None
         self.halted: _Halted | None = None  # a cycle that waits for grammar masks
-        self.deferred: list[Chunk] = []  # prefills that wait for it
-        # Of requests with a row. Kept because the properties of `SamplingParams` take too long for 256 rows every cycle.
+        self.deferred: list[Chunk] = []  # prefills that wait for the halted cycle
+        # Sampling properties of requests with a row. Cached: those of `SamplingParams` are too slow for 256 rows every cycle.
         self.mode_of: dict[Request, int] = {}
         self.masked: set[Request] = set()
         self.with_logprobs: set[Request] = set()
-        self.undrafted: set[Request] = set()  # the method does not follow their options along its drafts
-        # Called with the rows that are drafted for and the depth, before cycles that draft are launched.
+        self.undrafted: set[Request] = set()  # requests with options that the method cannot apply along its drafts
+        # Called before cycles that draft are launched, with the rows that are drafted for and the depth.
         self.before_drafts: Callable[[dict[int, Request], int], None] | None = None
 
     def check(self, params: SamplingParams) -> None:
@@ -111,7 +111,7 @@ class CudaGraphExecutor(Executor):
             return None
         method = drafter.captured(self.batch.state, self.batch.max_positions, self.controller.limit)
         if method is None:
-            raise UserError(f"{drafter.description}: this drafting method has no captured side and runs on the device cpu only")
+            raise UserError(f"{drafter.description}: this drafting method does not run in CUDA graphs; use --device cpu")
         return method
 
     @property
@@ -121,7 +121,7 @@ class CudaGraphExecutor(Executor):
     # A step
 
     def prepare(self, decoding: Sequence[Request], *, expects_requests: bool) -> None:
-        """Compacts the rows, and sets the shape that costs are asked for."""
+        """Compacts the rows, and sets the batch shape that `costs` refer to."""
         if not decoding:
             return
         if not expects_requests:
@@ -134,7 +134,7 @@ class CudaGraphExecutor(Executor):
         if self.halted is None:
             self.num_in_flight += self._prefill(plan.prefills)
         else:
-            # A row that is prefilled now would be active when the halted cycle chooses, without having been verified.
+            # A row prefilled now would be active when the halted cycle runs CHOICE, though that cycle did not verify it.
             self.deferred = plan.prefills
 
     def collect(self) -> list[Output]:
@@ -164,9 +164,9 @@ class CudaGraphExecutor(Executor):
         self.deferred = []
 
     def _masks(self, request: Request, drafts: list[int]) -> np.ndarray | None:
-        """Tokens that the request's grammar allows after its answer and after each drafted token; int32 [T, W].
+        """Which tokens the request's grammar allows after its answer and after each drafted token; int32 [T, W].
 
-        None: the grammar failed. The request ends when its output is collected; the others go on.
+        None: the grammar failed. The request ends when its output is collected; others continue.
         """
         answer, width = request.answer, num_words(self.decoder.config.vocab_size)
         masks = torch.full((len(drafts) + 1, width), -1, dtype=torch.int32)
@@ -180,7 +180,7 @@ class CudaGraphExecutor(Executor):
         return masks.numpy()
 
     def _shape(self, decoding: Sequence[Request]) -> tuple[int, ...]:
-        """Batch size, sampling mode and, where it is bounded, the KV length bucket of a cycle for these requests."""
+        """The batch size, sampling mode and, for short contexts, KV length bucket of a cycle for these requests."""
         size = size_for(self.batch.sizes, max(self.row_of[request] for request in decoding) + 1)
         mode = self.batch.recorded_mode(max(map(self.mode_of.__getitem__, decoding)))
         longest = max(len(request.tokens) for request in decoding)
@@ -199,7 +199,7 @@ class CudaGraphExecutor(Executor):
         size, mode, *bucket = self._shape(list(plan.decodes))
         depth = plan.depth if drafted else 0
         if followed and not depth and self.method is not None and not self.method.follows_plain_cycles:
-            # A plain cycle keeps no hidden states: the drafter falls behind for good.
+            # A plain cycle keeps no hidden states: the drafter cannot catch up with these rows without recomputation.
             self.batch.state.rows.depth_limit.index_fill_(0, self.batch.state.upload(np.array(list(followed))), 0)
             for request in followed.values():
                 request.drafter_stale = True
@@ -229,7 +229,7 @@ class CudaGraphExecutor(Executor):
         return 0 if masked else cycles
 
     def _choose(self, rows: dict[int, Request], shape: tuple[int, ...], drafted: dict[int, Request]) -> None:
-        """Enqueues the last part of an ADJUSTED cycle."""
+        """Enqueues the CHOICE stage of an ADJUSTED cycle, and LOGPROBS if a row asked for them."""
         size, depth, _, *bucket = shape
         self.batch.graphs.run(size, depth, CHOICE, *bucket)
         logprobs = None
@@ -250,7 +250,7 @@ class CudaGraphExecutor(Executor):
             self.batch.state.add_pages(*self.batch.state.upload(np.array([rows, places, pages])))
 
     def _prefill(self, chunks: Sequence[Chunk]) -> int:
-        """Enqueues prefills; returns how many passes give first tokens."""
+        """Enqueues prefills; returns how many of the passes emit first tokens."""
         whole: dict[Request, RowInit] = {}
         num_passes = 0
         for chunk in chunks:
@@ -277,7 +277,7 @@ class CudaGraphExecutor(Executor):
         return num_passes
 
     def _prefilled(self, rows: dict[int, Request]) -> None:
-        """Whole prompts are in the caches: others can use them, and the first tokens are on their way."""
+        """Called when prompts are completely prefilled: shares their pages and enqueues the copy of the first tokens."""
         for request in rows.values():
             self.pool.share(request.pages, request.page_keys, request.prefill_end)
         wanted = not self.with_logprobs.isdisjoint(rows.values())
@@ -323,7 +323,8 @@ class CudaGraphExecutor(Executor):
     # Rows
 
     def release(self, requests: Sequence[Request]) -> None:
-        """Stops rows behind the cycles in flight and before any later one: their pages can be given away at once."""
+        """Enqueues the deactivation of rows: it runs after the cycles in flight and before any later one, so their pages are
+        free at once."""
         leaving = [request for request in requests if request in self.row_of]
         if not leaving:
             return
@@ -334,7 +335,7 @@ class CudaGraphExecutor(Executor):
         for request in leaving:
             is_prefilled = request.num_answer and request not in self.prefilling
             if is_prefilled and (not self._has_own_cache or (request.speculate and not request.drafter_stale)):
-                # Not the tokens of the last cycle: where it ended the answer, the drafter was not synced with it.
+                # Without the tokens of the last cycle: if it ended the answer, the drafter was not synced with it.
                 self.pool.share(request.pages, request.page_keys, len(request.tokens) - 1 - self.lookahead)
             self.prefilling.pop(request, None)
             self.mode_of.pop(request, None)
@@ -344,7 +345,7 @@ class CudaGraphExecutor(Executor):
             heapq.heappush(self.free_rows, self.row_of.pop(request))
 
     def _compact(self, decoding: Sequence[Request]) -> None:
-        """The highest rows move into holes once a smaller graph holds all."""
+        """Moves the highest rows into free lower ones if all rows then fit a smaller graph."""
         size = size_for(self.batch.sizes, len(self.row_of))
         if self.prefilling or size == size_for(self.batch.sizes, max(self.row_of.values()) + 1):
             return
@@ -359,7 +360,7 @@ class CudaGraphExecutor(Executor):
     # Policy
 
     def chunk_tokens(self, remaining: int, budget: int, chunks: Sequence[Chunk]) -> int:
-        """Prompts up to a chunk are prefilled whole, together. Of longer ones, one chunk a step."""
+        """Prompts up to a chunk's size are prefilled whole, several per pass. Longer ones get one chunk per step."""
         if remaining <= self.batch.chunk_tokens:
             return remaining
         return 0 if any(not chunk.completes for chunk in chunks) else self.batch.chunk_tokens
@@ -371,8 +372,8 @@ class CudaGraphExecutor(Executor):
         return self.config.max_batched_tokens
 
     def least_reuse(self, num_tokens: int) -> int:
-        """Attention over the cache is slower than a prompt's over itself and takes a pass of its own: it must save half of
-        the prompt, or `LEAST_REUSE` tokens."""
+        """Attention over cached keys is slower than over a prompt's own and takes a separate pass: reuse must save half of the
+        prompt or `LEAST_REUSE` tokens."""
         return min(-(-num_tokens // 2), self.batch.chunk_tokens, LEAST_REUSE)
 
     def page_keys(self, request: Request, num_requests: int) -> PageKeys:
@@ -380,7 +381,7 @@ class CudaGraphExecutor(Executor):
 
     @property
     def _has_own_cache(self) -> bool:
-        """Whether the drafter keeps a part of its own in the target's pages."""
+        """Whether the drafter has a KV cache of its own, addressed by the target's pages."""
         return self.method is not None and self.method.cache is not None
 
     @property
@@ -401,7 +402,8 @@ class CudaGraphExecutor(Executor):
         return self.usual_graphs.warm_up()
 
     def compile_kernels(self) -> None:
-        """By all cores, those of every batch size: one after another, as they are needed, they take a minute and more."""
+        """Compiles the cycles' kernels for every batch size on all cores; compiled one by one on first use they take over a
+        minute."""
         if self.batch.graphs.capture:
             UsualGraphs(self.batch, [0, *self.controller.acceptance.depths]).compile_cycles((SAMPLED, GREEDY))
 

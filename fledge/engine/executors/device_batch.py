@@ -1,12 +1,12 @@
 """The captured speculation cycle: target, drafting method, their KV caches and the rows they work on, on one device.
 
     step(size, depth, mode)   draft `depth` tokens → verify them and the pending one → choose → accept → sync the drafter
-    prefill(…)                new requests take rows: their text through the target and the drafter, their first tokens
+    prefill(…)                puts new requests into rows, prefills target and drafter, chooses their first tokens
 
-All state between cycles lies on the device; nothing here waits for it. Depth 0 is plain decoding. It keeps no hidden states, so
+All state between cycles is on the device; nothing here waits for it. Depth 0 is plain decoding. It keeps no hidden states, so
 a row that took part in it must not be drafted for afterwards unless the method follows plain cycles (n-gram does).
 
-A cycle in ADJUSTED mode is several graphs, so that the host can fill grammar masks while the target runs:
+A cycle in ADJUSTED mode consists of several graphs, so that the host can fill grammar masks while the target runs:
 
     DRAFT   draft      VERIFY   target pass, logits      CHOICE   adjust, choose, accept, sync      LOGPROBS   if asked for
               └── the drafted tokens go to the host, which fills the masks ──┘
@@ -63,26 +63,26 @@ from fledge.speculation.methods.tree import (
     verify_attention,
 )
 
-# Stages of a cycle in ADJUSTED mode, as graph modes.
+# The stages of a cycle in ADJUSTED mode, as graph modes.
 DRAFT, VERIFY, CHOICE, LOGPROBS = range(ADJUSTED, ADJUSTED + 4)
-# A prompt that is longer is prefilled in chunks of this size, between which the running requests go on; others whole, several
-# in a pass. 16 prompts of 1,900 tokens, alone on an H200: 177 ms with 1.5B, 762 with 8B; with 1,024 here, 232 and 893.
+# Longer prompts are prefilled in chunks of this size, with decoding cycles in between; others whole, several per pass.
+# 16 prompts of 1,900 tokens alone on an H200: 177 ms with 1.5B, 762 with 8B; with chunks of 1,024 tokens 232 and 893.
 CHUNK_TOKENS = 2048
 
 
 class Pending(NamedTuple):
-    """What the target is about to verify."""
+    """The inputs of a verification pass."""
 
     x_ND: Tensor  # embeddings of the pending tokens and the drafts
     starts_B: Tensor  # position of each row's pending token
-    counts_B: Tensor  # rows of a chain to verify; 0: the row is inactive. Of a tree: whether it is active
+    counts_B: Tensor  # chains: number of tokens to verify; trees: 1; 0: the row is inactive
     tree: TreeDraft | None
 
 
 class Verified(NamedTuple):
-    """A target pass over pending tokens and drafts."""
+    """The outputs of a target pass over pending tokens and drafts."""
 
-    x_ND: Tensor  # before the final norm
+    x_ND: Tensor  # hidden states before the final norm
     aux_hidden_states: Sequence[Tensor]
     starts_B: Tensor  # position of each row's pending token
     active_B: Tensor
@@ -111,14 +111,14 @@ class DeviceBatch:
         shape = (config.max_num_seqs, config.max_model_len, self.max_pages, decoder.config.vocab_size)
         self.state = BatchState(*shape, self.device, max_depth)
         self.method: CapturedMethod | None = None
-        self.states: DeviceStates | None = None  # kept to learn from
+        self.states: DeviceStates | None = None  # hidden states kept for learning
         self.sizes = batch_sizes(config.max_num_seqs)
         self.graphs = StepGraphs(self.step, self.device, capture=capture, idle=self.all_rows_inactive)
-        # What the graphs of an ADJUSTED cycle leave to the next ones, by size, depth and KV length bucket.
+        # What one graph of an ADJUSTED cycle passes to the next, by size, depth and KV length bucket.
         self.pending: dict[tuple[int, ...], Pending] = {}
         self.verified: dict[tuple[int, ...], tuple[Verified, Tensor]] = {}  # with the logits
         self.accepted: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # tokens, with the logits they were chosen from
-        # Packed; and under () those of the last prefill, by row, where they stay: prefill graphs have many shapes.
+        # Packed log-probabilities. Key (): those of the last prefill, by row, in one tensor for prefill graphs of all shapes.
         width = 1 + 2 * min(MAX_LOGPROBS, decoder.config.vocab_size)
         first_logprobs = torch.zeros(len(self.state.seed), width, device=self.device)
         self.logprobs: dict[tuple[int, ...], Tensor] = {(): first_logprobs}
@@ -127,15 +127,15 @@ class DeviceBatch:
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The target layers whose outputs the drafting method reads."""
+        """The target layers whose output the drafting method reads."""
         return self.method.taps if self.method is not None else ()
 
     def use(self, method: CapturedMethod) -> None:
-        """Drafts by this method from now on."""
+        """Sets the drafting method."""
         self.method, self.state.method_state = method, list(method.row_state)
 
     def keep_states(self, states: DeviceStates) -> None:
-        """Passes with auxiliary states store them from now on; before anything is recorded."""
+        """Makes passes with auxiliary states store them. Call before any graph is recorded."""
         assert not self.graphs.graphs, "recorded without it"
         self.states = states
         self.state.method_state.append(states.slot_R)
@@ -144,7 +144,7 @@ class DeviceBatch:
 
     @torch.inference_mode()
     def step(self, size: int, depth: int, mode: int, kv_bucket: int | None = None) -> None:
-        """One cycle for the first `size` rows, or a stage of it. `kv_bucket`: no row has more keys; see `kv_bucket`."""
+        """Runs one cycle for the first `size` rows, or a stage of it. `kv_bucket`: most keys of a row; see `kv_bucket`."""
         pages = self.state.page_table[:size, : None if kv_bucket is None else -(-kv_bucket // self.config.page_size)]
         key = (size, depth) if kv_bucket is None else (size, depth, kv_bucket)
         if mode == LOGPROBS:
@@ -166,6 +166,7 @@ class DeviceBatch:
                 self.accept_and_sync(verified, self.choose(verified, depth, mode), depth, pages)
 
     def draft(self, pages: Tensor, size: int, depth: int, *, sampled: bool) -> Pending:
+        """Drafts `depth` tokens per row; returns the inputs of the verification pass."""
         state, method = self.state.rows, self.method
         drafted = method.draft(pages, depth, sampled=sampled) if depth and method is not None else None
         if drafted is not None and drafted.tree is not None:
@@ -197,7 +198,7 @@ class DeviceBatch:
         return self.ops.head(verified.x_ND, self.decoder.norm, self.decoder.lm_head, draws, num_new)
 
     def _tree_draws(self, tree: TreeDraft, size: int) -> SamplingState:
-        """Draws of a tree's rows: the noise belongs to the position, which is a node's depth."""
+        """The sampling state of a tree's nodes: the noise is indexed by position in the answer, so a node's depth is added."""
         depths = row_depths(tree)
         draws, times = self.state.draws(slice(size), truncated=True), depths.shape[1]
         counters = (draws.counters_B[:, None] + depths).flatten().to(draws.counters_B.dtype)
@@ -217,7 +218,7 @@ class DeviceBatch:
         if tree is None:
             logits = adjust(logits_NV, self.state.rows, adjustments, self.state.drafts, depth + 1)
             return choose(logits, self.state.draws(slice(size), truncated=True), depth + 1)
-        # Rows with adjustments accept no node (`CapturedMethod.adjusts_drafts`): their first choice is the only one.
+        # Rows with adjustments accept no node (`CapturedMethod.adjusts_drafts`): only their first choice is used.
         logits = logits_NV.to(torch.float32, copy=True)  # the only copy of [B * (nodes + 1), V] in float32
         first_BV = logits.view(size, -1, logits.shape[1])[:, 0]
         first_BV.copy_(adjust(first_BV, self.state.rows, adjustments, self.state.drafts, 1))
@@ -245,7 +246,7 @@ class DeviceBatch:
         return accepted, path
 
     def _collapse(self, verified: Verified, choice: PartialArgmax, depth: int) -> tuple[PartialArgmax, Tensor, TreePath]:
-        """A verified tree as the chain along its accepted path."""
+        """Turns a verified tree into the chain along its accepted path."""
         tree, vocab_size = verified.tree, self.decoder.config.vocab_size
         assert tree is not None
         chosen = picked_or_none(choice, vocab_size).view(len(verified.starts_B), -1)
@@ -255,12 +256,13 @@ class DeviceBatch:
         return PartialArgmax(torch.zeros_like(flat, dtype=torch.float32), flat), drafts.contiguous(), path
 
     def kv_bucket(self, num_keys: int) -> tuple[int, ...]:
-        """What a cycle's shape ends with where no row has more keys: attention over fewer is launched in another form."""
+        """The last part of a cycle's shape: the KV length bucket if no row has more keys than that, else (). Attention over few
+        keys is launched with another configuration."""
         is_short = num_keys <= FEW_KEYS < self.max_pages * self.config.page_size
         return (FEW_KEYS,) if is_short else ()
 
     def record(self, shapes: Iterable[tuple[int, ...]]) -> None:
-        """Records cycles ahead of use. An ADJUSTED one is as long as its graphs together."""
+        """Records cycles ahead of use. The recorded time of an ADJUSTED cycle is the sum of its graphs' times."""
         shapes = [shape for shape in shapes if shape not in self.graphs.graphs]
         if any(shape[2] == ADJUSTED for shape in shapes):
             self.state.make_adjustments()
@@ -274,7 +276,7 @@ class DeviceBatch:
                     self.graphs.seconds[size, depth, ADJUSTED, *bucket] += sum(self.graphs.seconds[stage] for stage in always)
 
     def recorded_mode(self, mode: int) -> int:
-        """The mode that a batch of this mode runs in. TRUNCATED ones draw the same tokens as SAMPLED ones, and take longer."""
+        """The mode whose graph a batch of this mode uses. TRUNCATED graphs draw the same tokens as SAMPLED ones, but slower."""
         return TRUNCATED if mode == SAMPLED and self.samples_truncated else mode
 
     @contextmanager
@@ -288,7 +290,7 @@ class DeviceBatch:
 
     @torch.inference_mode()
     def prefill(self, inits: Sequence[RowInit]) -> None:
-        """One pass over several texts: keys and values into the caches, rows initialised, first tokens chosen."""
+        """Prefills several texts in one pass: stores keys and values, initialises rows, chooses first tokens."""
         self.start_rows(inits)
         starts = [init.num_cached for init in inits]
         lengths = [len(init.text) - init.num_cached for init in inits]
@@ -302,7 +304,7 @@ class DeviceBatch:
 
     @torch.inference_mode()
     def prefill_chunk(self, init: RowInit, start: int) -> int:
-        """The next chunk of a long text, from `start`; returns how far it is prefilled. After the last, the row runs."""
+        """Prefills the next chunk of a long text, from `start`; returns its end. After the last chunk the row is active."""
         length, size = len(init.text), self.chunk_tokens
         end = min(start + size, length)
         start = max(end - size, 0)
@@ -324,7 +326,7 @@ class DeviceBatch:
         self.state.prepare_rows(inits, keeps_text=self.method is not None and self.method.reads_text)
 
     def choose_first(self, new: NewRows, x: Tensor, mode: int) -> Tensor:
-        """Requests take their rows and get their first tokens, which are returned; `x`: the states of their texts' ends."""
+        """Initialises rows and returns their first tokens; `x`: the hidden states of the texts' last tokens."""
         state, rows, vocab_size = self.state, new.rows, self.decoder.config.vocab_size
         state.init_rows(new)
         if mode < ADJUSTED:
@@ -341,7 +343,7 @@ class DeviceBatch:
         return accepted.tokens_BT[:, 0]
 
     def new_rows(self, inits: Sequence[RowInit]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As `NewRows` has them."""
+        """The arrays of `NewRows` for these requests."""
         int_params = np.full((len(inits), NUM_INT_PARAMS + MAX_STOP_IDS), -1, dtype=np.int64)
         float_params = np.array([[init.temperature, init.top_p, init.min_p] for init in inits], dtype=np.float64)
         table = np.zeros((len(inits), self.max_pages), dtype=np.int64)
@@ -360,7 +362,7 @@ class DeviceBatch:
     # Copies to the host
 
     def download(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """A copy on the host that is there once the event has passed."""
+        """Returns a copy on the host, which is complete once the event has passed."""
         if self.device.type == "cpu":
             return tensor.clone(), None
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -368,7 +370,7 @@ class DeviceBatch:
         return copy, self.mark()
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event behind all that was launched so far; None on a CPU."""
+        """Records an event after everything launched so far; None on a CPU."""
         if self.device.type == "cpu":
             return None
         event = torch.cuda.Event(enable_timing=True)

@@ -1,9 +1,9 @@
-"""The eager executor: each step runs when it is submitted. The CPU's executor, and in tests the captured one's twin.
+"""The eager executor: each step runs when it is submitted. Used on CPU; tests compare the captured executor with it.
 
     submit(plan)    sync and draft  →  one target pass over pending tokens, drafts and prefill chunks  →  accept
 
-One pass holds requests of all kinds: what each needs is its rows. The drafter processes the target's hidden states of a pass
-at the beginning of the next step, when it is known which requests go on and how deep they are drafted for.
+One pass holds decoding, drafting and prefilling requests, each with as many rows as it needs. The drafter processes the hidden
+states of a target pass at the beginning of the next step, when it is known which requests continue and at which depth.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Rows:
     start: int
     num_tokens: int
     draft: Draft
-    offered: int = 0  # how deep it might have been drafted
-    completes: bool = True  # the pass reaches the end of the text, so that a token follows
+    offered: int = 0  # the depth that was planned
+    completes: bool = True  # the pass reaches the end of the text, so that a new token follows
 
     @property
     def num_rows(self) -> int:
@@ -58,7 +58,7 @@ class Rows:
 
 @dataclass
 class TargetPass:
-    """What the target computed for a batch."""
+    """The outputs of a target pass over a batch."""
 
     logits: Tensor  # [rows that need them, V]: the last token of each completed text and its draft
     logits_start: list[int | None]  # per item: its first row in `logits`; None: its prompt is not complete
@@ -70,7 +70,7 @@ class TargetPass:
 class EagerExecutor(Executor):
     is_ragged = True
     costs: RowCosts
-    states: HostStates | None = None  # kept to learn from
+    states: HostStates | None = None  # hidden states kept for learning
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class EagerExecutor(Executor):
         self.queue = SyncQueue() if controller.adaptive and self.taps else None
         if self.queue is not None:
             controller.pending_tokens = self.queue.num_tokens
-        self.spans: list[AcceptedSpan] = []  # of the last pass, and
-        self.aux_hidden_states: Sequence[Tensor] = []  # its states: not seen by the drafter yet
+        self.spans: list[AcceptedSpan] = []  # accepted tokens of the last pass, which the drafter has not processed,
+        self.aux_hidden_states: Sequence[Tensor] = []  # and the hidden states of that pass
         self.outputs: list[Output] = []
 
     # A step
@@ -121,7 +121,7 @@ class EagerExecutor(Executor):
         return outputs
 
     def _draft(self, plan: Plan) -> tuple[dict[Request, Draft], int]:
-        """Drafts for the plan's requests, and how many tokens the drafter had to process for them."""
+        """Returns drafts for the plan's requests, and how many tokens the drafter processed first."""
         if self.drafter is None or not self.spans:
             return {}, 0
         spans = self.spans
@@ -138,13 +138,13 @@ class EagerExecutor(Executor):
         return dict(zip((span.request for span in due), drafts, strict=False)), sum(len(span.rows) for span in due)
 
     def _run_drafter(self, due: Sequence[AcceptedSpan], states: Sequence[Tensor]) -> list[Draft]:
-        """Syncs and drafts; what the drafter has processed can be found by other requests."""
+        """Syncs the drafter and drafts; shares the pages it has processed with other requests."""
         if not due or self.drafter is None:
             return []
         try:
             drafts = self.drafter.draft(due, states)
-        except Exception:  # drafts only make decoding faster: it goes on without them
-            log.exception("the drafter failed; from here on nothing is drafted")
+        except Exception:  # decoding continues without drafts, only slower
+            log.exception("the drafter failed; decoding continues without speculation")
             self._stop_drafting()
             return []
         if self.taps:
@@ -153,16 +153,17 @@ class EagerExecutor(Executor):
         return drafts
 
     def _stop_drafting(self) -> None:
-        """Pages that hold the drafter's part are not found any more: new requests ask for the target's alone."""
+        """Turns speculation off. New requests then look up pages by target-only keys and find no page stored for both."""
         self.drafter, self.taps, self.queue = None, (), None
         self.controller.stop()
 
     def _may_postpone(self, request: Request) -> bool:
-        """Whether the drafter may process a prompt later. Others who find its pages rely on the drafter's part of them."""
+        """Whether the drafter may process a prompt later. Not if others may reuse its pages: they need the drafter's KV."""
         is_private = request.page_keys is None or not request.page_keys.drafted
         return is_private and not self.controller.depth and self.costs.is_known
 
     def run_target(self, batch: Sequence[Rows]) -> TargetPass:
+        """Runs the target over the texts and drafts of a batch."""
         tokens: list[int] = []
         positions: list[int] = []
         layouts: list[SequenceLayout] = []
@@ -188,7 +189,7 @@ class EagerExecutor(Executor):
     # Acceptance
 
     def _accept(self, batch: Sequence[Rows], done: TargetPass) -> list[Output]:
-        """What each request gains; what the drafter must process is kept for the next step."""
+        """Verifies the drafts and returns each request's new tokens; keeps what the drafter must process in the next step."""
         outputs: list[Output] = []
         spans: list[AcceptedSpan] = []
         best: list[int] | None = None
@@ -203,7 +204,7 @@ class EagerExecutor(Executor):
                     choices = best[first : first + 1 + len(item.draft)] if is_simple and best is not None else None
                     verified = verify(choices or self._choices(request, item.draft, done.logits[first:]), item.draft)
                     outputs.append(self._output(item, verified, done.logits, first))
-                except Exception as failure:  # of its processors or its numbers: the others go on
+                except Exception as failure:  # a failing logits processor, or NaN logits: other requests continue
                     outputs.append(Output(request, [], [], [], failure=failure))
                     continue
                 if not item.draft.is_chain:
@@ -236,7 +237,7 @@ class EagerExecutor(Executor):
         if math.isnan(float(logits[first + 1 + accepted[-1] if accepted else first, verified.next_token])):
             raise not_numbers()
         depth, offered = draft.depth, max(item.offered, draft.depth) if len(draft) else 0
-        # A drawn token is accepted more often than its probability: drafter and target draw with the same noise.
+        # With sampling, acceptance exceeds the drafted probability, as drafter and target draw with the same noise.
         is_expected = self.drafter is not None and self.drafter.knows_confidence and item.request.params.greedy
         passes = [VerifiedPass(len(tokens), depth, len(draft), offered, draft.confidences if is_expected else ())]
         output = Output(item.request, tokens, [True] * len(accepted) + [False], passes)
@@ -247,7 +248,7 @@ class EagerExecutor(Executor):
         return output
 
     def _keep_path(self, item: Rows, accepted: Sequence[int]) -> None:
-        """Moves the accepted nodes of a tree to where they would lie had they been a chain."""
+        """Moves the KV entries of a tree's accepted nodes to the consecutive slots that a chain would have."""
         size, base, pages = self.cache.page_size, item.start + item.num_tokens, item.request.pages
         slots = [
             [pages[(base + offset) // size] * size + (base + offset) % size for offset in offsets]
@@ -259,7 +260,7 @@ class EagerExecutor(Executor):
     # Prefix cache
 
     def page_keys(self, request: Request, num_requests: int) -> PageKeys:
-        """Under load, where nothing will be drafted, pages without the drafter's part serve too, if they hold more."""
+        """Under load, when nothing will be drafted, target-only pages are used as well if they cover more of the text."""
         size, drafted = self.pool.page_size, self._is_drafted(request)
         keys = PageKeys(request.tokens, size, drafted=drafted)
         if drafted and self.queue is not None and self._expects_load(num_requests + 1):
@@ -273,12 +274,12 @@ class EagerExecutor(Executor):
         return num_requests > 1 and self.costs.is_known and not self.controller.pays_with(num_requests)
 
     def _is_drafted(self, request: Request) -> bool:
-        """Whether the request's pages hold the drafter's part too."""
+        """Whether the request's pages hold the drafter's KV too."""
         keys = request.page_keys
         return bool(self.taps) and request.speculate and (keys is None or keys.drafted)
 
     def publish(self, request: Request, num_tokens: int) -> None:
-        """Others can find the request's pages as far as these tokens."""
+        """Lets other requests find the request's pages of the first `num_tokens` tokens."""
         self.pool.share(request.pages, request.page_keys, num_tokens)
 
     def release(self, requests: Sequence[Request]) -> None:
@@ -294,8 +295,8 @@ class EagerExecutor(Executor):
             self.spans = [span for span in self.spans if span.request not in requests]
 
     def _sync_prompts(self, leaving: Sequence[Request]) -> None:
-        """Lets the drafter process the prompts of answers that ended with their first token: no next step does it, and
-        without its part no other request could reuse their pages."""
+        """Syncs the drafter with the prompts of answers that ended with their first token: no later step would, and without the
+        drafter's KV no other request could reuse their pages."""
         if not (self.taps and self.config.prefix_caching):
             return
         due = [
@@ -327,7 +328,7 @@ class EagerExecutor(Executor):
         return self.config.max_batched_tokens - num_decode_rows
 
     def _record_costs(self, plan: Plan, batch: Sequence[Rows], num_synced: int, drafting: float, verifying: float) -> None:
-        """Steps that prefill, sync a backlog or explore do not count as ordinary ones."""
+        """Records what a step cost. Draft costs exclude steps that prefill, sync queued states or explore."""
         num_rows = sum(item.num_rows for item in batch)
         if plan.prefills:
             self.costs.prefill.record(num_rows, verifying)

@@ -1,4 +1,4 @@
-"""CUDA graphs: device work recorded once per shape and replayed with one launch. Without capture the function is called."""
+"""CUDA graphs: device work recorded once per shape and replayed with one launch. Without capture it runs eagerly."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WARM_UPS = 2
 
 
 class StepGraphs:
-    """`step(*shape)` for each shape that is asked for, captured as a CUDA graph on first use; without capture simply called.
+    """Runs `step(*shape)` for any shape, captured as a CUDA graph on first use; without capture it is simply called.
 
-    A step reads and writes tensors that stay where they are, and runs once or more before it is recorded: `idle` is the
-    context in which that has no effect (no row is active).
+    A step reads and writes tensors at fixed addresses and runs at least once before it is recorded; the context `idle` makes
+    those runs have no effect (no row is active).
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class StepGraphs:
     ) -> None:
         self.step, self.device, self.capture, self.idle = step, device, capture, idle
         self.graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
-        self.seconds: dict[tuple, float] = {}  # of a replay with all rows empty, measured when it was recorded
+        self.seconds: dict[tuple, float] = {}  # time of a replay with all rows empty, measured when it was recorded
         self.pool: Any = None  # torch's handle of the memory that all graphs share
 
     def run(self, *shape: Any) -> None:
@@ -46,28 +46,28 @@ class StepGraphs:
         self.graphs[shape].replay()
 
     def record_late(self, shape: tuple, record: Callable[[list[tuple]], None]) -> None:
-        """Records a graph that requests wait for, and logs it. `record`: what is recorded with it."""
+        """Records a graph while requests wait for it, and logs that. `record`: the function that records it."""
         began = time.perf_counter()
         record([shape])
         log.info("recorded a graph of %s while requests waited: %.2f s", shape, time.perf_counter() - began)
 
     def record(self, shapes: Iterable[tuple]) -> None:
-        """Ahead of use. The largest first: the smaller ones then fit into the memory it took."""
+        """Records graphs ahead of use. Pass the largest first: smaller ones then fit into the memory it allocated."""
         missing = [shape for shape in shapes if self.capture and shape not in self.graphs]
         if not missing:
             return
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream(self.device)
         current = torch.cuda.current_stream(self.device)
-        # What a collection frees on the device must not be freed while a graph is captured.
+        # Garbage collection could free device memory, which is not allowed during capture.
         with self.idle(), without_collection():
             for shape in missing:
                 side.wait_stream(current)
                 with torch.cuda.stream(side):
-                    if compile_ahead.is_tracing():  # recorded and thrown away: nothing runs
+                    if compile_ahead.is_tracing():  # recorded and discarded: nothing runs
                         self._captured(shape)
                         continue
-                    # Kernels are compiled and libraries set up outside the recording.
+                    # Kernels must be compiled and libraries initialised before the capture.
                     for _ in range(WARM_UPS):
                         self.step(*shape)
                     graph = self._captured(shape)
@@ -76,9 +76,9 @@ class StepGraphs:
                 self.seconds[shape] = replay_seconds(graph)
 
     def _captured(self, shape: tuple) -> torch.cuda.CUDAGraph:
-        # `torch.cuda.graph` would collect garbage and empty the allocator's cache for each: tens of milliseconds.
+        # `torch.cuda.graph` would collect garbage and empty the allocator's cache for each graph: tens of milliseconds.
         graph = torch.cuda.CUDAGraph()
-        # A pool whose only graph is thrown away cannot be captured into again.
+        # A memory pool whose only graph is discarded cannot be used for another capture.
         graph.capture_begin(pool=None if compile_ahead.is_tracing() else self.pool)
         try:
             self.step(*shape)
@@ -89,7 +89,7 @@ class StepGraphs:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """No garbage is collected inside."""
+    """Disables garbage collection inside the block."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -111,7 +111,7 @@ def replay_seconds(graph: torch.cuda.CUDAGraph, rounds: int = 5) -> float:
 
 
 def batch_sizes(largest: int, smallest: int = 1) -> list[int]:
-    """Powers of two up to `largest`, and it itself."""
+    """Powers of two from `smallest` up to `largest`, and `largest` itself."""
     sizes = [largest]
     size = smallest
     while size < largest:
@@ -121,5 +121,5 @@ def batch_sizes(largest: int, smallest: int = 1) -> list[int]:
 
 
 def size_for(sizes: Sequence[int], num_rows: int) -> int:
-    """The smallest of the (ascending) sizes that holds so many rows."""
+    """The smallest of the (ascending) sizes that is at least `num_rows`."""
     return next(size for size in sizes if size >= num_rows)

@@ -1,10 +1,10 @@
-"""Hidden states of requests that may be learnt from, kept while they run: in lists on the host's side, or by row on the device.
+"""Stores the hidden states of running requests that may be learnt from: on the host, or by row on the device.
 
-    eager      each pass adds the rows that became text
-    captured   each prefill and each drafting cycle stores its rows, inside its graph; nothing waits for it
+    eager      each pass adds the states of tokens that became part of the text
+    captured   each prefill and each drafting cycle stores its rows' states, inside its graph; nothing waits for it
 
-Of a text longer than the limit the host keeps the last tokens, the device the first ones. A request that begins with cached
-pages has states from there on only. One that took part in a plain captured cycle, which keeps no auxiliary states, has none.
+For a text longer than the limit, the host keeps the last tokens and the device the first ones. A request that reuses cached
+pages has states only after them. One that took part in a plain captured cycle, which keeps no auxiliary states, has none.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from fledge.engine.request import Request
 from fledge.kernels.row_copy import take
 from fledge.kernels.state_store import store_states
 
-MAX_REQUESTS = 16  # whose states are kept at the same time
+MAX_REQUESTS = 16  # how many requests' states are kept at the same time
 
 
 @dataclass
 class _Kept:
     start: int
     length: int = 0
-    layers: list[Tensor] = field(default_factory=list)  # position p lies at p % limit: the last ones stay
+    layers: list[Tensor] = field(default_factory=list)  # ring buffers: position p is at p % limit
 
 
 class HostStates:
-    """Of the eager executor: of each request the last `limit` tokens'."""
+    """The eager executor's store: the states of each request's last `limit` tokens."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.kept: WeakKeyDictionary[Request, _Kept] = WeakKeyDictionary()
 
     def add(self, request: Request, start: int, rows: Sequence[int], layers: Sequence[Tensor]) -> None:
-        """`rows` of a pass are the request's text from `start` on."""
+        """Adds the states of a pass; `rows`: its rows that hold the request's text from `start` on."""
         kept = self.kept.get(request)
         if kept is None or start != kept.start + kept.length:
-            # Only what begins with the prompt counts: after a preemption it is prefilled again.
+            # Only texts that start within the prompt are kept; after a preemption the prompt is prefilled again.
             self.kept.pop(request, None)
             if not request.learn or start >= len(request.prompt) or len(self.kept) >= MAX_REQUESTS:
                 return
@@ -70,7 +70,8 @@ class HostStates:
 
 
 class DeviceStates:
-    """Of the captured executor: one buffer a layer. A row stores to its slot's part, or to the last place if it has none."""
+    """The captured executor's store: one buffer per layer. A row writes to its slot's part, or to the last place if it has no
+    slot."""
 
     def __init__(
         self, limit: int, num_rows: int, num_layers: int, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -91,25 +92,26 @@ class DeviceStates:
     # Part of a graph
 
     def store_prefill(self, layers: Sequence[Tensor], rows_N: Tensor, positions_N: Tensor, kv_slots_N: Tensor) -> None:
-        """`kv_slots_N`: negative where a token is padding."""
+        """Stores the states of a prefill. `kv_slots_N`: negative where a token is padding."""
         slots_N = self.slot_R[rows_N]
         is_kept = (kv_slots_N >= 0) & (slots_N < MAX_REQUESTS) & (positions_N < self.limit)
         places = torch.where(is_kept, slots_N * self.limit + positions_N, MAX_REQUESTS * self.limit)
         for buffer, states in zip(self.layers, layers, strict=True):
-            # Zeros to the last place: nothing stays of requests that are not to be learnt from.
+            # Zeros are written to the last place, so that states of requests not to be learnt from do not stay in memory.
             buffer.index_copy_(0, places, torch.where(is_kept[:, None], states.to(buffer.dtype), 0))
 
     def store_cycle(self, layers: Sequence[Tensor], starts_B: Tensor, active_B: Tensor) -> None:
-        """All verified rows, accepted or not: the next cycle stores over rejected ones, or they lie past the end."""
+        """Stores the states of all verified rows, accepted or not: the next cycle overwrites rejected ones, or they lie after
+        the text's end."""
         for buffer, states in zip(self.layers, layers, strict=True):
             store_states(states, buffer, self.slot_R, starts_B, active_B, MAX_REQUESTS, self.limit)
 
     # On the host, between launches
 
     def begin(self, request: Request, row: int, start: int) -> None:
-        """A request takes a row; its text is prefilled from `start`."""
+        """Assigns a slot, if one is free, to a request that takes a row; its text is prefilled from `start`."""
         slot = self.slot_of.get(request)
-        if slot is None and not self.free:  # none was taken
+        if slot is None and not self.free:  # frees the slots of finished requests whose states were never taken
             for finished in [one for one in self.slot_of if one.finished]:
                 self._free(finished)
         if slot is None and self.is_active and request.learn and self.free:
@@ -119,7 +121,8 @@ class DeviceStates:
         self._set([row], MAX_REQUESTS if slot is None else slot)
 
     def drop(self, requests: Collection[Request], row_of: Mapping[Request, int] | None = None) -> None:
-        """Their states have a gap from now on, or they leave unfinished. `row_of`: of those that go on."""
+        """Frees the states of requests that leave unfinished or continue with a gap in their states. `row_of`: the rows of
+        those that continue."""
         leaving = [request for request in self.slot_of if request in requests]
         if leaving:
             self._set([row_of[request] for request in leaving if request in row_of] if row_of else [], MAX_REQUESTS)
@@ -127,11 +130,11 @@ class DeviceStates:
                 self._free(request)
 
     def detach(self, rows: Sequence[int]) -> None:
-        """Requests leave these rows; the states of those that have finished wait to be taken."""
+        """Disconnects rows from their slots as requests leave; the states of finished requests stay until taken."""
         self._set(rows, MAX_REQUESTS)
 
     def stop(self) -> None:
-        """Forgets all, and keeps no more. The buffers stay: graphs store to them."""
+        """Clears all states and stops keeping new ones. The buffers stay allocated: recorded graphs write to them."""
         self.is_active = False
         for request in list(self.slot_of):
             self._free(request)
@@ -140,7 +143,7 @@ class DeviceStates:
             layer.zero_()
 
     def take(self, request: Request) -> tuple[int, list[Tensor]] | None:
-        """Copies, enqueued behind all that was launched."""
+        """Returns copies of a request's states, enqueued after everything launched so far, and frees its slot."""
         if (slot := self.slot_of.get(request)) is None:
             return None
         start, end = self.start_of[request], min(len(request.tokens) - 1, self.limit)
@@ -150,11 +153,11 @@ class DeviceStates:
         return (start, states) if states else None
 
     def _free(self, request: Request) -> None:
-        """Behind all that was launched: no row stores to the slot any more."""
+        """Frees a request's slot; runs after everything launched so far, so no row writes to the slot any more."""
         slot = self.slot_of.pop(request)
         del self.start_of[request]
-        # States must not lie here until another request needs the slot. A memset a layer: of 4,096 tokens with four layers of
-        # 4,096 channels 128 MiB, which is about 30 µs of an H200's bandwidth.
+        # States must not stay in memory until another request needs the slot. One memset per layer: for 4,096 tokens and four
+        # layers of 4,096 channels 128 MiB, which is about 30 µs of an H200's bandwidth.
         for layer in self.layers:
             layer[slot * self.limit : (slot + 1) * self.limit].zero_()
         self.free.append(slot)

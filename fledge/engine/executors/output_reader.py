@@ -1,5 +1,5 @@
-"""The output of captured passes on its way to the host: copied behind each launch, read when it is there. And how many cycles
-are launched together, so that the device does not wait for the reading (`LaunchAhead`)."""
+"""Copies the output of captured passes to the host after each launch and reads it later (`OutputReader`). Decides how many
+cycles are launched together, so that the device does not wait for the host (`LaunchAhead`)."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from fledge.speculation.costs import GraphShape
 from fledge.speculation.verification import VerifiedPass
 
 MAX_CYCLES = 4
-TOO_OFTEN = 2  # times the device had run out of work, without …
-CALM_LAUNCHES = 64  # … so many launches in between: after as many without, fewer are tried again
+TOO_OFTEN = 2  # one more cycle is launched together after the device ran out of work this many times …
+CALM_LAUNCHES = 64  # … and one fewer after this many launches in a row at which it had not
 
 
 @dataclass
 class _Copy:
-    """What rows emitted in one pass."""
+    """A copy on the host of what rows emitted in one pass."""
 
     rows: dict[int, Request]
     depth: int
     drafted_rows: frozenset[int]
     report: Tensor
     event: torch.cuda.Event | None
-    shape: GraphShape | None  # of a cycle; None: a prefill
-    before: torch.cuda.Event | None  # behind the launch before it, if the device went on from there without a pause
-    logprobs: Tensor | None = None  # packed, by row and position, where a request asked for them
+    shape: GraphShape | None  # the cycle's shape; None: a prefill
+    before: torch.cuda.Event | None  # recorded after the previous launch; None if the device was idle in between
+    logprobs: Tensor | None = None  # packed, by row and position, if a request asked for them
 
 
 class OutputReader:
     def __init__(self, batch: DeviceBatch) -> None:
         self.batch = batch
         self.copies: deque[_Copy] = deque()
-        self.last_launch: torch.cuda.Event | None = None  # behind everything that was launched
-        self.failures: dict[Request, Exception] = {}  # of requests that cannot go on
+        self.last_launch: torch.cuda.Event | None = None  # recorded after everything that was launched
+        self.failures: dict[Request, Exception] = {}  # of requests that cannot continue
 
     @property
     def has_unread(self) -> bool:
@@ -50,16 +50,16 @@ class OutputReader:
 
     @property
     def max_unread_tokens(self) -> int:
-        """Tokens that a row may have emitted since the last reading."""
+        """The most tokens that a row may have emitted since the last read."""
         return sum(copy.depth + 1 for copy in self.copies)
 
     @property
     def all_done(self) -> bool:
-        """Whether the device has finished everything that was launched. A CPU, which is the host, never counts as done."""
+        """Whether the device has finished everything that was launched; always False on a CPU, which has no events."""
         return self.last_launch is not None and self.last_launch.query()
 
     def mark(self) -> None:
-        """Something was launched that has no output."""
+        """Call it after launching work that has no output to read."""
         self.last_launch = self.batch.mark()
 
     def enqueue_copy(
@@ -77,7 +77,8 @@ class OutputReader:
         self.copies.append(_Copy(rows, depth, frozenset(drafted_rows), report, self.last_launch, shape, before, copied))
 
     def read(self, *, but_last: int, record: Callable[[GraphShape, float], None]) -> list[Output]:
-        """The output of all launches but the last so many; waits for them. `record(shape, seconds)`: of each cycle."""
+        """Waits for and returns the output of all launches except the last `but_last`. Calls `record(shape, seconds)` for each
+        cycle."""
         outputs: dict[Request, Output] = {}
         for request, failure in self.failures.items():
             outputs[request] = Output(request, [], [], [], failure=failure)
@@ -112,7 +113,7 @@ class OutputReader:
 
 
 def _logprobs(found: TokenLogprobs, first: int, tokens: list[int], count: int) -> list[TokenLogprob]:
-    """Of consecutive tokens from row `first` on, with the `count` likeliest beside each."""
+    """Log-probabilities of consecutive tokens, from row `first` on, each with the `count` likeliest tokens at its position."""
     rows = slice(first, first + len(tokens))
     columns = (found.chosen_N[rows], found.values_NC[rows, :count], found.ids_NC[rows, :count])
     return [
@@ -122,19 +123,19 @@ def _logprobs(found: TokenLogprobs, first: int, tokens: list[int], count: int) -
 
 
 class LaunchAhead:
-    """How many cycles are launched together: as few as keep the device busy while the host reads the last ones.
+    """Decides how many cycles are launched together: as few as keep the device busy while the host reads the previous ones.
 
-    Launching costs the host time for each cycle; reading takes hardly longer for several than for one. A request that ends
-    waits for the other cycles of its launch before the host knows, so one at a time is best where the host keeps up.
+    Launching costs the host time for each cycle; reading takes hardly longer for several than for one. The host sees that a
+    request has ended only after all cycles of the launch, so one at a time is best if the host keeps up.
     """
 
     def __init__(self) -> None:
         self.cycles = 1
         self.num_idle = self.num_calm = 0
-        self.skips_next = False  # other work came between: an idle device says nothing about the host
+        self.skips_next = False  # set after other work ran: then an idle device does not mean that the host was too slow
 
     def record(self, *, device_was_idle: bool) -> None:
-        """At a launch: whether the device had finished everything before it."""
+        """Called at each launch. `device_was_idle`: whether the device had finished all earlier work."""
         if self.skips_next:
             self.skips_next = False
             return

@@ -1,12 +1,12 @@
-"""Prefill graphs: new requests' texts through the target and the drafter, their rows initialised, their first tokens chosen.
+"""Prefill graphs: prefill the target and the drafter for new requests, initialise their rows, choose their first tokens.
 
-It is one pass that is recorded once per size (eagerly it takes ten times as long as its work) and reads one buffer, which the
-host fills with one copy. Texts lie one after the other in it, then padding, which is stored nowhere. At least one token is
-padding: the ends of missing texts point at it, and missing texts initialise the dummy row.
+A prefill is one pass, recorded once per size (launched eagerly it takes ten times as long as the device's work). It reads one
+buffer, which the host fills with one copy: the texts one after the other, then padding, which is stored nowhere. At least one
+token is padding: the ends of missing texts point at it, and missing texts initialise the dummy row.
 
     tokens   | text A | text B | padding … |        ends  | A's last | B's last | the buffer's last … |
 
-A text whose beginning the cache holds is prefilled from there on. All attend over the cache, which has their own keys by then.
+A text with a cached prefix is prefilled from the prefix's end on. Attention reads all keys, the new ones too, from the cache.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fledge.engine")
 
-# Sizes that are recorded: tokens of a pass and its prompts. Beyond them the work outlasts its launches.
+# The recorded sizes: tokens of a pass and its prompts. In larger passes the device's work takes longer than the launches.
 TOKENS = sorted({64 << k for k in range(7)} | {768 << k for k in range(3)})
-PROMPTS = [4, 64]  # few sizes, as each takes time to record; a missing prompt costs a row of the head
-# The use of a size at which it is recorded, unless that was asked for before: a size may never come again. A server waits until
-# it is quiet, or for the later use: eagerly a pass takes some 10 ms longer (135M), recording takes 0.13 s, and requests wait.
+PROMPTS = [4, 64]  # few sizes, as each takes time to record; a missing prompt costs one row of the head
+# A size not recorded ahead is recorded at its second use, since it may never come again. A server records it only when idle, or
+# at its 50th use: eagerly a pass takes some 10 ms longer (135M), recording takes 0.13 s, during which requests wait.
 RECORDED_AT, RECORDED_IN_TRAFFIC_AT = 2, 50
-MIDDLE = -1  # instead of a sampling mode, of a chunk that is not the last: no token is chosen
-# Larger passes have a multiple of so many tokens, and of the most prompts: few sizes, as linears are tried for each
-# (`kernels.linear.cublas`).
+MIDDLE = -1  # the "sampling mode" of a chunk that is not the last: no token is chosen
+# Sizes of passes too large to record are rounded up to a multiple of this many tokens, and of the most prompts: the kernels of
+# linears are tried once per size (`kernels.linear.cublas`), so there should be few sizes.
 MORE_TOKENS = 512
 
 
 def pass_sizes(num_tokens: int, num_prompts: int) -> tuple[int, int]:
-    """Tokens and prompts of the recorded pass that holds so many. One of many prompts has 4 tokens for each at least."""
+    """The size (tokens, prompts) of the smallest recorded pass that fits. Every pass has at least 4 tokens per prompt."""
     prompts = size_for(PROMPTS, num_prompts)
     return size_for(TOKENS, max(num_tokens, 4 * prompts)), prompts
 
 
 def lengthened(array: np.ndarray, length: int, filling: float) -> np.ndarray:
-    """The same with more entries at its end. `np.pad` takes ten times as long, and every running request waits for it."""
+    """Returns the array padded to `length`. `np.pad` takes ten times as long, and all running requests wait meanwhile."""
     longer = np.full((length, *array.shape[1:]), filling, dtype=array.dtype)
     longer[: len(array)] = array
     return longer
@@ -60,27 +60,27 @@ def lengthened(array: np.ndarray, length: int, filling: float) -> np.ndarray:
 
 @dataclass
 class PrefillBatch:
-    """New tokens of several texts, one after the other, where they go, and the rows they take. All on the host."""
+    """The new tokens of several texts, one after the other, with their cache slots and the texts' rows. All on the host."""
 
     tokens: np.ndarray  # int64 [N]
     positions: np.ndarray  # int64 [N]
-    slots: np.ndarray  # int64 [N], of the caches
+    slots: np.ndarray  # int64 [N], in the KV caches
     lengths: list[int]
-    starts: list[int]  # tokens of each that the cache holds
+    starts: list[int]  # how many tokens of each text the cache holds
     int_params: np.ndarray  # int64 [S, …] and
-    float_params: np.ndarray  # float64 [S, 3]: as `NewRows` has them
+    float_params: np.ndarray  # float64 [S, 3]: as in `NewRows`
     tables: np.ndarray  # int64 [S, P]: the texts' pages
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The sizes of the pass that holds them."""
+        """The size (tokens, prompts) of the pass that holds them."""
         num_tokens, num_texts = len(self.tokens) + 1, len(self.lengths)
         if num_tokens <= TOKENS[-1] and num_texts <= PROMPTS[-1]:
             return pass_sizes(num_tokens, num_texts)
         return -(-num_tokens // MORE_TOKENS) * MORE_TOKENS, -(-num_texts // PROMPTS[-1]) * PROMPTS[-1]
 
     def arrays(self, sizes: tuple[int, int] | None, dummy_row: int) -> list[np.ndarray]:
-        """What the pass reads, in its order: of these sizes, or of just what there is. Padding is stored nowhere and
+        """The arrays that a pass reads, in its order, padded to `sizes` (None: not padded). Padding is stored nowhere and
         initialises `dummy_row`."""
         num_tokens, num_texts = sizes or (len(self.tokens), len(self.lengths))
         lengths, starts = (lengthened(np.array(x, dtype=np.int64), num_texts, 0) for x in (self.lengths, self.starts))
@@ -94,7 +94,7 @@ class PrefillBatch:
 
 
 class Buffer:
-    """What a pass reads, always in the same place: arrays of eight-byte numbers, one after the other."""
+    """The inputs of a pass at a fixed device address: arrays of eight-byte numbers, one after the other."""
 
     def __init__(self, arrays: Sequence[np.ndarray], device: torch.device) -> None:
         self.whole = torch.empty(sum(array.size for array in arrays), dtype=torch.int64, device=device)
@@ -113,20 +113,20 @@ class Buffer:
 
 
 class CapturedPrefill(ABC):
-    """Passes over arrays, by shape: their sizes and, last, the sampling mode. For whole texts and for chunks."""
+    """Runs prefill passes; a shape is their sizes and the sampling mode. Base class for whole texts and for chunks."""
 
     def __init__(self, batch: DeviceBatch) -> None:
         self.batch = batch
-        # Run again on the same buffer a pass does the same again, so warming up needs no care.
+        # A pass is idempotent on the same buffer, so warm-up runs need no special context.
         self.graphs = StepGraphs(self._run, batch.device, capture=batch.graphs.capture, idle=nullcontext)
-        self.buffers: dict[tuple[int, ...], Buffer] = {}  # of recorded passes, by their sizes
+        self.buffers: dict[tuple[int, ...], Buffer] = {}  # inputs of recorded passes, by their sizes
         self.uses: Counter[tuple] = Counter()
-        self.waits_for_quiet = False  # what comes again is noted
-        self.wanted: set[tuple] = set()  # to be recorded when it is quiet
-        self.too_large: set[tuple] = set()  # there was no memory to record them
+        self.waits_for_quiet = False  # shapes that recur are put into `wanted` instead of being recorded at once
+        self.wanted: set[tuple] = set()  # shapes to record when no request runs
+        self.too_large: set[tuple] = set()  # shapes for whose graph memory was insufficient
 
     def submit(self, shape: tuple[int, ...], arrays: Sequence[np.ndarray], *, may_record: bool = True) -> None:
-        """Enqueues a pass: replayed, if its graph is there or is to be recorded now."""
+        """Enqueues a pass: by graph if one is recorded or is to be recorded now, else eagerly."""
         if may_record and self._is_replayed(shape):
             self._fill(shape, arrays)
             self.graphs.run(*shape)
@@ -135,7 +135,7 @@ class CapturedPrefill(ABC):
                 self._pass(Buffer(arrays, self.batch.device), shape[-1])
 
     def _is_replayed(self, shape: tuple[int, ...]) -> bool:
-        """Whether this use of a pass is a replay, if need be of a graph that is recorded now."""
+        """Counts this use of a shape; returns whether it runs as a graph, which is recorded now if it does not exist."""
         self.uses[shape] += 1
         if shape in self.graphs.graphs:
             return True
@@ -147,7 +147,7 @@ class CapturedPrefill(ABC):
         return True
 
     def record_wanted(self) -> bool:
-        """Records the largest that was noted, whose memory the others share. False: none was."""
+        """Records the largest wanted shape; the others share its memory. False: none is wanted."""
         self.wanted -= self.graphs.graphs.keys()
         if not self.wanted:
             return False
@@ -157,12 +157,12 @@ class CapturedPrefill(ABC):
             self.record([shape])
         except torch.OutOfMemoryError:
             self.too_large.add(shape)
-            log.warning("no memory is left to record a prefill of %s: it runs without a graph", shape)
+            log.warning("not enough GPU memory to record a prefill graph of %s: prefills of this size run eagerly", shape)
         return True
 
     @torch.inference_mode()
     def record(self, shapes: Iterable[tuple[int, ...]]) -> None:
-        """Ahead of use."""
+        """Records passes ahead of use."""
         for shape in shapes if self.graphs.capture else ():
             if shape not in self.graphs.graphs:
                 self._fill(shape, self._empty(*shape[:-1]))
@@ -179,15 +179,15 @@ class CapturedPrefill(ABC):
 
     @abstractmethod
     def _empty(self, *sizes: int) -> list[np.ndarray]:
-        """Arrays of these sizes that store nothing and initialise the dummy row."""
+        """Input arrays of these sizes that store nothing and initialise only the dummy row."""
 
     @abstractmethod
     def _pass(self, buffer: Buffer, mode: int) -> None:
-        """The pass over what the buffer holds."""
+        """Runs the pass on the buffer's inputs."""
 
 
 class PrefillGraphs(CapturedPrefill):
-    """Of whole texts. Sizes: tokens and texts."""
+    """Prefills whole texts. Sizes: tokens and texts."""
 
     def __init__(self, batch: DeviceBatch) -> None:
         super().__init__(batch)
@@ -201,11 +201,11 @@ class PrefillGraphs(CapturedPrefill):
 
     @property
     def least_seconds(self) -> float:
-        """What any pass takes at least, as far as is known."""
+        """The time of the fastest recorded pass; 0 if none is recorded."""
         return min(self.graphs.seconds.values(), default=0.0)
 
     def seconds_for(self, num_tokens: int) -> float | None:
-        """Of the smallest recorded pass that holds so many tokens, if there is one; recorded with nothing to read."""
+        """The time of the fastest recorded pass for that many tokens, measured with empty inputs; None if there is none."""
         return min((seconds for shape, seconds in self.graphs.seconds.items() if shape[0] > num_tokens), default=None)
 
     def _empty(self, *sizes: int) -> list[np.ndarray]:
@@ -226,21 +226,21 @@ class PrefillGraphs(CapturedPrefill):
             batch.states.store_prefill([*aux, x], rows, positions, slots)
         first_tokens = batch.choose_first(new, x[ends], mode)
         if batch.method is not None:
-            # The token after each one; after a text's last, the one just chosen.
+            # The token that follows each one; for a text's last token, the one just chosen.
             following = tokens.roll(-1).index_copy_(0, ends, first_tokens)
             batch.method.prefill(aux, following, meta, new.rows, ends)
 
 
 class ChunkedPrefill(CapturedPrefill):
-    """Of a long text, chunk by chunk; after its last chunk the row runs. Sizes: tokens.
+    """Prefills a long text chunk by chunk; after its last chunk the row is active. Sizes: tokens.
 
     text     |  chunk  |  chunk  |  chunk |
                               |  last one |      computes some tokens again, so that all chunks have one shape
 
-    A chunk attends over what the cache holds of the text and over itself. The arrays of a pass:
+    A chunk attends over the text's cached keys and its own. The arrays of a pass:
 
     int64 [4, N]   tokens, their positions, their slots in the caches, the token after each (after the text's end anything)
-    int64 [1, …], float64 [1, 3], int64 [1, P]   as `NewRows` has them
+    int64 [1, …], float64 [1, 3], int64 [1, P]   as in `NewRows`
     int64 [1]      the text's length up to the chunk's end
     """
 
@@ -253,7 +253,7 @@ class ChunkedPrefill(CapturedPrefill):
         return [tokens, int_params, np.ones((1, 3)), table, np.ones(1, dtype=np.int64)]
 
     def _pass(self, buffer: Buffer, mode: int) -> None:
-        """`mode`: of the first token, if this is the last chunk, or MIDDLE."""
+        """Runs a chunk. `mode`: MIDDLE, or for the last chunk the sampling mode of the first token."""
         (tokens, positions, slots, following), int_params, float_params, table, length = buffer.parts
         batch, new = self.batch, NewRows(int_params, float_params, table)
         meta = AttentionMetadata.chunk(positions, slots, table[0].int(), length.int())

@@ -1,5 +1,5 @@
-"""The graphs that most requests need: recorded at the start; while nothing runs, those that can wait, and prefills that came
-again."""
+"""Records the graphs that most requests need: the essential ones at start; while no request runs, less urgent ones and those
+of prefill sizes that recurred."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fledge.engine.executors.graphs import size_for
 from fledge.engine.executors.prefill import MIDDLE, PROMPTS, TOKENS, pass_sizes
 from fledge.kernels import compile_ahead
 
-# Up to this many rows, cycles for contexts of any length are recorded ahead beside those for short ones.
+# For batches up to this many rows, cycles for contexts of any length are recorded ahead besides those for short ones.
 FEW_LONG_ROWS = 4
-# Up to this many rows, ADJUSTED cycles are recorded ahead, plain and to the full depth; others on first use.
+# For batches up to this many rows, ADJUSTED cycles of depth 0 and full depth are recorded ahead; others on first use.
 FEW_ADJUSTED_ROWS = 16
 
 
 class UsualGraphs:
     def __init__(self, batch: DeviceBatch, depths: Sequence[int]) -> None:
-        """`depths`: that cycles draft to, 0 among them."""
+        """`depths`: the speculation depths of cycles, 0 included."""
         self.batch, self.depths = batch, sorted(depths, reverse=True)
         self.left: Iterator[Callable[[], None]] = iter(())
 
     def warm_up(self) -> list[str]:
-        """Compiles all kernels, then records. Batches that sample run in the graphs of top-p until theirs are there."""
+        """Compiles all kernels, then records. SAMPLED batches run in TRUNCATED graphs until their own are recorded."""
         started = time.perf_counter()
-        # Kernels of ADJUSTED prefills are the same for every number of tokens.
+        # ADJUSTED prefills use the same kernels for every number of tokens.
         sizes = [pass_sizes(0, prompts) for prompts in PROMPTS]
         _compile(chain(self._records((TRUNCATED, SAMPLED, GREEDY)), self._prefills(sizes, (ADJUSTED,))))
         compiled = time.perf_counter()
@@ -44,18 +44,18 @@ class UsualGraphs:
         return [f"kernels compiled in {compiled - started:.0f} s, {count} cycles and prefills recorded in {seconds:.0f} s"]
 
     def compile_cycles(self, modes: Sequence[int]) -> None:
-        """Compiles the kernels of decoding cycles and records nothing: where few shapes will come, on their first use."""
+        """Compiles the kernels of decoding cycles; graphs are recorded on first use, as offline runs need few shapes."""
         _compile(self._cycles(modes))
 
     def idle(self) -> bool:
-        """Records one more graph. False: all are there."""
+        """Records one more graph. False: all are recorded."""
         for record in self.left:
             record()
             return True
         return any(prefills.record_wanted() for prefills in (self.batch.prefills, self.batch.chunks))
 
     def _records(self, modes: Sequence[int]) -> Iterator[Callable[[], None]]:
-        """What records them, the largest first, whose memory the others share."""
+        """Functions that each record one graph, the largest first, whose memory the others share."""
         yield from self._cycles(modes)
         yield from self._prefills(self._pass_sizes(), (MIDDLE, *modes))
 
@@ -74,7 +74,7 @@ class UsualGraphs:
                 yield partial(batch.chunks.record, [(batch.chunk_tokens, mode)])
 
     def _sample(self) -> None:
-        """Batches that sample have graphs of their own from now on."""
+        """Lets SAMPLED batches use their own graphs, which are recorded now."""
         self.batch.samples_truncated = False
 
     def _cycles(self, modes: Sequence[int]) -> Iterator[Callable[[], None]]:
@@ -84,7 +84,7 @@ class UsualGraphs:
         if GREEDY in modes:
             few = [size for size in sizes if size <= FEW_ADJUSTED_ROWS]
             shapes += [(size, depth, ADJUSTED, *short) for size, depth in product(few, dict.fromkeys((self.depths[0], 0)))]
-        if short:  # long contexts come in small numbers
+        if short:  # batches with long contexts are usually small
             few = [size for size in sizes if size <= FEW_LONG_ROWS]
             shapes += [(size, depth, mode) for size, mode, depth in product(few, modes, self.depths)]
         for shape in shapes:

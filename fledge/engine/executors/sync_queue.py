@@ -1,9 +1,9 @@
 """The drafter sync queue: hidden states of accepted tokens that the drafter has not processed, because nothing is drafted.
 
-Syncing the drafter takes 5 % of a plain step on CPU, and of prefill. While the load leaves no room for speculation the target's
-hidden states are kept instead, as the passes left them (a copy would cost 1 % of a step), and processed all at once when the
-request is drafted for again. Memory is bounded: at the limit each request keeps its own rows alone, and one that finds no
-room even so becomes stale and goes on without drafts.
+Syncing the drafter takes 5 % of a plain step on CPU, and of prefill. While the load is too high for speculation, the target's
+hidden states are queued instead, as references to the passes' tensors (a copy would cost 1 % of a step), and processed at once
+when the request is drafted for again. Memory is bounded: at the limit each request keeps copies of only its own rows, and one
+whose copy does not fit either becomes stale and continues without drafts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_BYTES = 128 * 2**20  # of all queued hidden states
 
 @dataclass
 class _States:
-    """Hidden states of a pass, one tensor a layer; kept as long as a request has rows of it queued."""
+    """Hidden states of a pass, one tensor per layer; kept as long as a request has rows of it queued."""
 
     taps: Sequence[Tensor]
     num_users: int = 0
@@ -38,7 +38,7 @@ class _Pending:
 
     start: int  # position of the first state
     count: int = 0
-    parts: list[tuple[_States, Sequence[int]]] = field(default_factory=list)  # rows of passes, in order
+    parts: list[tuple[_States, Sequence[int]]] = field(default_factory=list)  # passes and the request's rows in them, in order
 
     def rows(self, tap: int) -> Iterable[Tensor]:
         return (row_copies.take(states.taps[tap], rows) for states, rows in self.parts)
@@ -62,13 +62,13 @@ class SyncQueue:
     def due(
         self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor], may_postpone: Callable[[Request], bool]
     ) -> tuple[list[AcceptedSpan], Sequence[Tensor]]:
-        """What the drafter must process now, with the states it needs; the rest is queued. Hot path: runs every step."""
+        """Returns the spans that the drafter must process now and their states; queues the rest. Hot path: runs every step."""
         due: list[AcceptedSpan] = []
-        queued: list[_Pending | None] = []  # of those
+        queued: list[_Pending | None] = []  # earlier states of the due requests
         postponed: list[AcceptedSpan] = []
         for span in spans:
             request, start = span.request, span.start
-            if start != self.ends.get(request, 0):  # it was preempted, or begins with what the cache had
+            if start != self.ends.get(request, 0):  # it was preempted, or starts after a cached prefix
                 self._drop(request)
                 if start and request.page_keys is not None and not request.page_keys.drafted:
                     request.drafter_stale = True
@@ -120,7 +120,7 @@ class SyncQueue:
         pending.count += len(rows)
 
     def _squeeze(self, pending: _Pending) -> None:
-        """Keeps the request's own rows alone: the others of the passes may belong to requests that left."""
+        """Replaces references to whole passes by copies of the request's rows: other rows may belong to requests that left."""
         own = _States([row_copies.join(list(pending.rows(tap))) for tap in range(len(pending.parts[0][0].taps))])
         self._release(pending)
         pending.parts, pending.count = [], 0
@@ -129,7 +129,7 @@ class SyncQueue:
     def _joined(
         self, due: Sequence[AcceptedSpan], queued: Sequence[_Pending | None], taps: Sequence[Tensor]
     ) -> tuple[list[AcceptedSpan], list[Tensor]]:
-        """The spans with what was queued before them; their rows are rows of the states that are returned."""
+        """Returns the spans extended by what was queued before them, and the states that their rows now refer to."""
         parts: list[list[Tensor]] = [[] for _ in taps]
         spans, first = [], 0
         for span, pending in zip(due, queued, strict=True):

@@ -1,14 +1,14 @@
-"""Attention of a few new tokens a sequence over the paged cache: decoding (T = 1), verifying a draft chain or tree (T ≤ 64).
+"""Attention of a few new tokens per sequence over the paged cache: decoding (T = 1), verifying a draft chain or tree (T ≤ 64).
 
-Shapes: B sequences, T new tokens each, H query heads, K key/value heads, E head size, S cache slots, P pages a sequence.
+Shapes: B sequences, T new tokens each, H query heads, K key/value heads, E head size, S cache slots, P pages per sequence.
 
     one sequence:   |<------------- kv_len ------------->|     kv_len counts the new tokens, which are in the cache already
                     | settled          | tail            |
                                           |<----- T ---->|     without a mask: token t sees keys 0 … kv_len - T + t
     tail_bits [B, T] int64: bit j of a token says whether it sees the j-th of the last `tail` keys (a draft tree; tail ≤ 64)
 
-A program takes one sequence and one key/value head, with the group's query heads times T folded into the rows of a tile (16 at
-least, the tensor core's smallest). Small batches split the keys over several programs, whose parts a second kernel joins.
+A program processes one sequence and one key/value head; the rows of its tile are the group's query heads times T (at least 16,
+the tensor core's smallest). For small batches the keys are split over several programs; a second kernel joins their results.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fledge.kernels.attention.paged import attention_reference
 from fledge.kernels.triton_support import attention_programs, by_device, jit, next_power_of_2, tl
 
 MAX_TAIL = 64
-BLOCK = 64  # keys a step
-MAX_ROWS = 64  # query rows a program
+BLOCK = 64  # keys per step
+MAX_ROWS = 64  # query rows per program
 MAX_SPLITS = 64
 
 
 def choose_splits(num_programs: int, max_kv_len: int, enough_programs: int) -> int:
-    """A power of two: enough programs to fill the device, none with less than a block of keys."""
+    """The number of KV splits, a power of two: enough programs to fill the device, each with at least a block of keys."""
     wanted = min(enough_programs // max(num_programs, 1), -(-max_kv_len // BLOCK), MAX_SPLITS)
     return 1 << max(wanted, 1).bit_length() - 1
 
@@ -46,7 +46,7 @@ def decode_attention_reference(
     positions_BT: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """`positions_BT` is needed only with a window. kv_len 0 marks an empty row: its output is 0."""
+    """The attention output [B, T, H, E]. `positions_BT`: needed only with a window. kv_len 0: an empty row, its output is 0."""
     out = torch.zeros_like(q_BTHE)
     num_new = q_BTHE.shape[1]
     for row, kv_len in enumerate(kv_lens_B.tolist()):
@@ -82,7 +82,7 @@ def decode_attention_triton(
     window: int | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """`splits`: None chooses by batch size and the longest context that the page table can describe."""
+    """The same by a Triton kernel. `splits`: None: chosen by batch size and the longest context the page table can hold."""
     (batch, num_new, num_heads, head_dim), num_kv_heads = q_BTHE.shape, keys_KSE.shape[0]
     assert keys_KSE.stride() == values_KSE.stride() == (keys_KSE.stride(0), head_dim, 1)
     assert q_BTHE.stride()[2:] == (head_dim, 1)
@@ -97,7 +97,7 @@ def decode_attention_triton(
         splits = choose_splits(batch * num_kv_heads * row_blocks, page_table_BP.shape[1] * page_size, enough)
     out = torch.empty(q_BTHE.shape, dtype=q_BTHE.dtype, device=q_BTHE.device)
     if splits == 1:
-        parts, lse = out, kv_lens_B  # the latter is not written
+        parts, lse = out, kv_lens_B  # `lse` is not written in this case
     else:
         parts = torch.empty((batch, splits, num_new, num_heads, head_dim), dtype=torch.float32, device=out.device)
         lse = torch.empty((batch, splits, num_new, num_heads), dtype=torch.float32, device=out.device)
@@ -129,7 +129,7 @@ def decode_attention_triton(
         TAIL=tail if tail_bits_BT is not None else 0,
         WINDOW=window or 0,
         num_warps=4,
-        num_stages=3 if head_dim <= 128 else 2,  # three blocks of keys and values 256 wide leave no shared memory for queries
+        num_stages=3 if head_dim <= 128 else 2,  # with head size 256, three stages leave no shared memory for queries
     )
     if splits > 1:
         _join_splits[(batch * num_new, num_heads)](
@@ -217,7 +217,7 @@ def _decode_attention(
         key = start + tl.arange(0, BLOCK_KEYS)
         key_inside = key < last
         if PAGE % BLOCK_KEYS == 0:
-            # Blocks start at multiples of their size, so a block lies in one page.
+            # Blocks start at multiples of their size, so a block is within one page.
             page = tl.load(table + start // PAGE).to(tl.int64)
             slot = page * PAGE + start % PAGE + tl.arange(0, BLOCK_KEYS)
         else:

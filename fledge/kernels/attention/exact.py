@@ -1,21 +1,21 @@
-"""The one order of sums of attention. Every kernel here gives a query row the same bits: alone or beside others, in a decode
+"""The fixed order of attention's sums. Every kernel here gives a query row the same bits: alone or in a batch, in a decode
 step, in a verified chain, in a chunk or in a whole prompt, and whether its keys come from this pass or from the cache.
 
     keys     | 16 | 16 | … | 16 | 16 | 16 | …      groups and splits are counted from position 0
              |<----- split 0 ----->|<- split 1 …
 
-Within a split the weights times the values (and times 1, for the softmax's denominator) are one chain of tensor-core sums,
-a group of 16 keys each, in order, in one fp32 accumulator. The splits' sums are added up in order, from the first.
+Within a split, weights times values (and times 1, for the softmax's denominator) are accumulated by tensor cores in groups of
+16 keys, in order, in one fp32 accumulator. The splits' sums are added up in order, from the first.
 
-How many keys a kernel takes at a time does not matter: what is subtracted from the scores (`best`) is a whole number, so every
-rescaling is by a power of two, which loses nothing. For that scores are rounded to a grid (2^-12 in units of log2, 2^-14 with
-fp32; a weight moves by at most 6e-5 of itself, where rounding it to bf16 moves it by up to 2e-3): score minus `best` is then
-exact, and exp2 of it only differs in its exponent. A key that a row does not see has weight 0 and adds exactly nothing.
+How many keys a kernel processes at a time does not matter: the number subtracted from the scores (`best`) is an integer, so
+every rescaling is by a power of two, which is exact. This requires scores rounded to a grid (2^-12 in units of log2, 2^-14 with
+fp32; it changes a weight by at most 6e-5 of itself, while rounding it to bf16 changes it by up to 2e-3): score minus `best` is
+then exact, and another `best` changes only the exponent of exp2. A key that a row does not see has weight 0 and adds exactly 0.
 
-This holds for bf16 and fp32. In fp16 a weight below 2^-14 loses bits, so there it holds as long as all kernels see the same
-`best`, which they do not.
+This holds for bf16 and fp32. In fp16 a weight below 2^-14 loses bits, so equal results would need the same `best` in all
+kernels, which is not given.
 
-Last come the reads of the paged cache that the kernels share.
+The module ends with the reads of the paged cache that the kernels share.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 
 from fledge.kernels.triton_support import jit, tl
 
-SPLIT = 512  # keys; fixed: another number is another order of sums
+SPLIT = 512  # keys per split; fixed, because another number would change the order of sums
 GROUP_KEYS = 16  # keys that the tensor core adds at once; blocks start at multiples of it
 
 
 def score_shift(dtype: torch.dtype) -> float:
-    """What is added to a score to round it to the grid: the last bit of a number of that size is the grid's step."""
+    """The number added to a score to round it to the grid: near it, the spacing of fp32 numbers is the grid's step."""
     return 768.0 if dtype == torch.float32 else 3072.0
 
 
@@ -41,25 +41,25 @@ def shifted_scores(q, k, scale_log2, SHIFT: tl.constexpr):
 
 @jit
 def power_of_2(exponent):
-    """Of a whole number from -inf to 0, exactly; 0 below -126."""
+    """2 to the power of an integer from -inf to 0, exactly; 0 below -126."""
     return ((tl.maximum(exponent, -127.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @jit
 def finite(best):
-    """A row that has seen no key yet has no finite maximum to subtract."""
+    """`best`, or 0 for a row that has seen no key yet and so has no finite maximum to subtract."""
     return tl.where(best == float("-inf"), 0.0, best)
 
 
 @jit
 def best_of(scores):
-    """The smallest whole number that no score of a row exceeds."""
+    """The smallest integer that no score of a row exceeds."""
     return tl.ceil(tl.max(scores, axis=1))
 
 
 @jit
 def weighted(weights, v, total, out):
-    """Adds a block of keys to the denominator (all columns of `total` are alike) and to the sum of values."""
+    """Adds a block of keys to the denominator (all columns of `total` are equal) and to the sum of values."""
     ones = tl.full([v.shape[0], total.shape[1]], 1.0, v.dtype)
     total = tl.dot(weights, ones, total, input_precision="ieee")
     return total, tl.dot(weights, v, out, input_precision="ieee")
@@ -67,7 +67,7 @@ def weighted(weights, v, total, out):
 
 @jit
 def attend_block(scores, v, best, total, out):
-    """One more block of keys of a split, in their order."""
+    """Adds the next block of keys of a split."""
     new_best = tl.maximum(best, best_of(scores))
     safe_best = finite(new_best)
     weights = tl.exp2(scores - safe_best[:, None]).to(v.dtype)
@@ -78,7 +78,7 @@ def attend_block(scores, v, best, total, out):
 
 @jit
 def add_split(all_best, all_total, all_out, best, total, out):
-    """The splits so far and the next one. Both factors are powers of two, so there is one rounding, that of the sum."""
+    """Adds the next split to the sum of the splits so far. Both factors are powers of two, so only the sum is rounded."""
     new_best = tl.maximum(all_best, best)
     safe_best = finite(new_best)
     old, new = power_of_2(all_best - safe_best)[:, None], power_of_2(best - safe_best)[:, None]
@@ -87,19 +87,19 @@ def add_split(all_best, all_total, all_out, best, total, out):
 
 @jit
 def normalised(total, out):
-    """A row that saw no key is 0."""
+    """Divides by the softmax's denominator; a row that saw no key gives 0."""
     return out * (1.0 / tl.where(total == 0.0, 1.0, total))
 
 
 @jit
 def head_scale(squares, eps, SIZE: tl.constexpr):
-    """Of heads' RMS norm, from the sum of squares in fp64: there the order of that sum is lost in rounding to fp32."""
+    """The factor of heads' RMS norm. The sum of squares is in fp64, so that its order has no effect after rounding to fp32."""
     return 1.0 / tl.sqrt(tl.fma(squares.to(tl.float32), 1.0 / SIZE, eps))
 
 
 @jit
 def rotated(x, other, cos, sin, weight, other_weight, eps, SIZE: tl.constexpr, HAS_NORMS: tl.constexpr, dtype: tl.constexpr):
-    """Heads, normed if asked for. `other`: lanes half a head away. The sign of the rotation is in the table's sines."""
+    """Rotated heads, normed first if HAS_NORMS. `other`: lanes half a head away. The table's sines include the sign."""
     x, other = x.to(tl.float32), other.to(tl.float32)
     if HAS_NORMS:
         scale = head_scale(tl.sum((x * x).to(tl.float64), axis=1), eps, SIZE)[:, None]
@@ -110,7 +110,8 @@ def rotated(x, other, cos, sin, weight, other_weight, eps, SIZE: tl.constexpr, H
 
 @jit
 def page_numbers(pages, first, last, PAGE: tl.constexpr, PER_SPLIT: tl.constexpr):
-    """Of the split that begins at or before `first`, up to `last`. Loaded at once: blocks then do not wait for two loads."""
+    """The page numbers of the split that contains `first`, up to `last`. Loaded at once, so that a block's keys need not wait
+    for the load of a page number."""
     COUNT: tl.constexpr = PER_SPLIT // PAGE if PER_SPLIT > PAGE else 1
     page = first // PER_SPLIT * PER_SPLIT // PAGE + tl.arange(0, COUNT)
     return tl.load(pages + page, mask=page * PAGE < last, other=0)
@@ -131,15 +132,15 @@ def cache_block(
     PAGE: tl.constexpr,
     PER_SPLIT: tl.constexpr,
 ):
-    """Keys and values [KEYS, LANES] from position `block` on, a multiple of KEYS; where masked, those from `last` on are 0.
+    """Loads keys and values [KEYS, LANES] from position `block` on, a multiple of KEYS; if MASKED, those from `last` on are 0.
 
-    `numbers`: `page_numbers` of its split, where `ALIGNED` below.
+    `numbers`: the `page_numbers` of its split, used if `ALIGNED` below.
     """
     ALIGNED: tl.constexpr = PAGE % KEYS == 0 and (PER_SPLIT % PAGE == 0 or PAGE % PER_SPLIT == 0)
     lane = tl.arange(0, LANES)
     key = block + tl.arange(0, KEYS)
     if ALIGNED:
-        # A block lies in one page.
+        # A block is within one page.
         COUNT: tl.constexpr = PER_SPLIT // PAGE if PER_SPLIT > PAGE else 1
         page = tl.sum(tl.where(tl.arange(0, COUNT) == block % PER_SPLIT // PAGE, numbers, 0), axis=0)
         slot = page.to(tl.int64) * PAGE + block % PAGE + tl.arange(0, KEYS)

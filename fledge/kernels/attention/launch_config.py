@@ -1,4 +1,4 @@
-"""How `rope_attention` is launched: its programs, what each of them loads at once, and the counts that they meet by."""
+"""The launch configuration of `rope_attention`: number of programs, keys each prefetches, counters of finished programs."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ from fledge.kernels.triton_support import attention_programs, multiprocessors, s
 
 
 class LaunchConfig(NamedTuple):
-    """Of a program."""
+    """The launch configuration of a program."""
 
-    # Of the keys, and of the values, that it has loaded before the queries are there: for 32768 256 keys of SmolLM2.
+    # Bytes of keys, and as many of values, that it prefetches before the queries are ready; 32768 hold 256 keys of SmolLM2.
     first_bytes: int
     warps: int
     registers: int
 
 
-# Few programs (`few_programs`) may fill a multiprocessor each; others leave room for a second one or for the kernels around
-# them. Keys beyond the first come one block after the other: with 300 of them a step of four rows took 465 µs in the second
-# and 385 in the first, with 150 403 and 384. Below 256 one row (365 and 384) and drafts lose a little; beyond all win.
+# FEW: few programs (`few_programs`) may each fill a multiprocessor. SOME leaves room for a second one or for the kernels around
+# it. Keys beyond the prefetched ones are loaded block by block: with 300 keys a step of four rows took 465 µs with SOME and 385
+# with FEW, with 150 keys 403 and 384. Below 256 keys FEW is a little slower for one row (384, SOME 365) and for drafts; beyond,
+# it is faster for all.
 FEW, SOME = LaunchConfig(65536, 8, 255), LaunchConfig(32768, 8, 128)
-# Beyond so many keys the second is faster: there are KV splits enough for two programs a multiprocessor. (Of 8,192 keys the
-# first takes three quarters of the second's time, of 32,768 a tenth more, of 131,072 a third more.)
+# Beyond this many keys SOME is faster, as there are enough KV splits for two programs per multiprocessor. (With 8,192 keys FEW
+# takes three quarters of SOME's time, with 32,768 a tenth more, with 131,072 a third more.)
 FEW_KEYS = 16384
-FEW_SHARED_MEMORY = 184 * 1024  # bytes that a program of the first may want; cards from Hopper's data centres have them
-# Of all splits of a launch, until they are added up. Beyond it a program takes all splits of its rows.
+FEW_SHARED_MEMORY = 184 * 1024  # bytes of shared memory that a FEW program may need; data-centre Hopper GPUs have them
+# Most bytes for the partial results of all splits of a launch. If they need more, one program computes all splits of its rows.
 MOST_PART_BYTES = 128 << 20
-STREAMED_KEYS = 64
-MOST_KEYS = 128  # of the blocks after the first
+STREAMED_KEYS = 64  # keys per block when nothing is prefetched
+MOST_KEYS = 128  # most keys per block after the prefetched ones
 
 
 def few_programs(device: torch.device) -> int:
-    """48 on an H200."""
+    """The most programs of a launch that uses FEW: 48 on an H200."""
     return multiprocessors(device) * 4 // 11
 
 
 def choose_config(num_programs: int, max_keys: int, device: torch.device) -> LaunchConfig:
-    if device.type != "cuda" or num_programs > few_programs(device) or max_keys > FEW_KEYS:  # the interpreter need not hurry
+    if device.type != "cuda" or num_programs > few_programs(device) or max_keys > FEW_KEYS:  # not cuda: Triton's interpreter
         return SOME
     return FEW if shared_memory(device) >= FEW_SHARED_MEMORY else SOME
 
 
 def choose_programs(num_programs: int, splits: int, enough_programs: int, most_parts: int) -> int:
-    """For the splits of each sequence and head: enough programs to fill the device twice, each with as many splits."""
+    """The number of programs for the splits of each sequence and head: enough to fill the device twice, with equal shares."""
     if 2 * num_programs > enough_programs or splits > most_parts:
         return 1
     each = -(-splits // max(2 * enough_programs // num_programs, 1))
@@ -53,8 +54,9 @@ def choose_programs(num_programs: int, splits: int, enough_programs: int, most_p
 
 
 def arrival_counts(device: torch.device) -> Tensor:
-    """How many programs of each sequence and head are done; every launch leaves zeros. Keys are shared out only below so many.
+    """Counters of finished programs per sequence and head; every launch resets them to 0. Keys are split over programs only if
+    there are at most as many sequences and heads as counters.
 
-    Launches that may run at once (two engines, two streams) need one each.
+    Launches that may run at the same time (two engines, two streams) need separate counters.
     """
     return torch.zeros(attention_programs(device), dtype=torch.int32, device=device)

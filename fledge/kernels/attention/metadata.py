@@ -1,15 +1,15 @@
-"""Where the new tokens of a pass stand and where their keys lie in a paged cache: what every attention kernel is chosen by.
+"""Attention metadata: the positions of a pass's new tokens and the pages of their keys. Its form selects the attention kernel.
 
     form             new tokens                                    attend over
     DECODE           a chain of T for each of B sequences          the cache and the chain itself
     TREE             T nodes of a draft tree for each of B         the cache; of its last keys, those in `tail_bits_BT`
     PREFILL          prompts or parts of them, one after another   the cache
-    HOST             any of these                                  the cache; lengths and pages are known to the host alone
+    HOST             any of these                                  the cache; only the host knows lengths and pages
 
-All but HOST lie on the device and are read there, so that a pass over them can be captured. Which cache is not said here: a
-target and its drafter share pages, so one description serves both.
+All forms except HOST are device tensors and are read on the device, so that a pass over them can be captured. The metadata does
+not name a cache: a target and its drafter share page numbers, so one description serves both.
 
-Shapes: N tokens of all sequences, B sequences, T tokens of each, P pages a sequence, C = B + 1.
+Shapes: N tokens of all sequences, B sequences, T tokens of each, P pages per sequence, C = B + 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AttentionForm(Enum):
 
 @dataclass(eq=False)
 class AttentionMetadata:
-    """Made by one of the constructors below, for one pass."""
+    """The attention metadata of one pass, made by one of the constructors below."""
 
     form: AttentionForm
     page_table_BP: Tensor | None = None  # int32
@@ -46,12 +46,12 @@ class AttentionMetadata:
     counts_B: Tensor | None = None  # DECODE, int32: how many of its T tokens are real; 0: an empty row
     lengths_B: Tensor | None = None  # TREE, int32: keys up to the end of the sequence; 0: an empty one
     positions_N: Tensor | None = None
-    slots_N: Tensor | None = None  # of the cache; -1: stored nowhere
+    slots_N: Tensor | None = None  # slots in the cache; -1: stored nowhere
     offsets_C: Tensor | None = None  # PREFILL, int32: running sum of the sequences' new tokens, from 0
     tail_bits_BT: Tensor | None = None  # TREE, int64: bit j: the node sees the j-th of the last `tail` keys
     tail: int = 0
     host: HostLayouts | None = None
-    highest_position: int | None = None  # HOST: spares a synchronisation
+    highest_position: int | None = None  # HOST: avoids a synchronisation
     kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)  # see `once`
 
     @classmethod
@@ -63,7 +63,8 @@ class AttentionMetadata:
     def tree(
         cls, page_table_BP: Tensor, lengths_B: Tensor, positions_N: Tensor, slots_N: Tensor, tail_bits_BT: Tensor, tail: int
     ) -> AttentionMetadata:
-        """`lengths`: keys of each sequence, its nodes included. `positions`: a node's place on its own path."""
+        """T tree nodes of each of B sequences. `lengths_B`: keys of each sequence, its nodes included. `positions_N`: a node's
+        position in the text along its own path."""
         where = {"lengths_B": lengths_B, "positions_N": positions_N, "slots_N": slots_N}
         return cls(AttentionForm.TREE, page_table_BP, **where, tail_bits_BT=tail_bits_BT, tail=tail)
 
@@ -72,13 +73,13 @@ class AttentionMetadata:
         cls, positions_N: Tensor, slots_N: Tensor, page_table_BP: Tensor, starts_B: Tensor, offsets_C: Tensor
     ) -> AttentionMetadata:
         """New tokens of B sequences, one sequence after the other, `offsets[b]` to `offsets[b + 1]`, from position `starts[b]`
-        on: whole prompts, ends of prompts and chunks alike. What lies behind them belongs to none."""
+        on: whole prompts, ends of prompts or chunks. Tokens after the last sequence are padding."""
         where = {"positions_N": positions_N, "slots_N": slots_N}
         return cls(AttentionForm.PREFILL, page_table_BP, starts_B, **where, offsets_C=offsets_C)
 
     @classmethod
     def chunk(cls, positions_N: Tensor, slots_N: Tensor, page_table_P: Tensor, length: Tensor) -> AttentionMetadata:
-        """`length`: int32 [1], of the prompt up to the chunk's end."""
+        """One chunk of a prompt. `length`: int32 [1], the prompt's length up to the chunk's end."""
         num_tokens = len(positions_N)
         offsets = torch.arange(2, dtype=torch.int32, device=length.device) * num_tokens
         return cls.packed(positions_N, slots_N, page_table_P[None], length - num_tokens, offsets)
@@ -91,13 +92,13 @@ class AttentionMetadata:
         return cls(AttentionForm.HOST, positions_N=positions_N, host=host, highest_position=highest_position)
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What all layers of a pass share: made when the first of them asks."""
+        """Returns a value that all layers of a pass share; `make` is called for the first of them."""
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
 
     def tokens(self, num_tokens: int, page_size: int) -> tuple[Tensor, Tensor]:
-        """Position and slot of every new token."""
+        """The position and cache slot of every new token."""
         if self.form is not AttentionForm.DECODE:
             return self.positions_N, self.slots_N
         starts, counts, pages = given(self.starts_B), given(self.counts_B), given(self.page_table_BP)
@@ -105,9 +106,9 @@ class AttentionMetadata:
         return self.once(("tokens", page_size), lambda: chain_slots(num_new, starts, counts, pages, page_size))
 
     def chain_as_tree(self, num_tokens: int) -> tuple[Tensor, Tensor | None, int]:
-        """Of DECODE, once its keys are stored: keys of each sequence, and the bits and tail of a TREE that is a chain.
+        """DECODE as a TREE that is a chain, once its keys are stored: keys of each sequence, tail bits and tail.
 
-        Keys past a row's count are left out, not just masked: nothing was ever written there, and 0 x NaN is NaN.
+        Keys beyond a row's count are excluded, not just masked: that memory was never written, and 0 x NaN is NaN.
         """
         num_new = num_tokens // len(self.starts_B)
         assert num_new <= MAX_CHAIN
@@ -123,7 +124,7 @@ class AttentionMetadata:
         return self.once("chain as tree", make)
 
     def as_packed(self, page_size: int) -> AttentionMetadata:
-        """Of HOST, without trees: the same as `packed` has it."""
+        """Converts HOST metadata without trees to the form of `packed`."""
         return self.once(("packed", page_size), lambda: self._host_as_packed(page_size))
 
     def _host_as_packed(self, page_size: int) -> AttentionMetadata:
@@ -141,6 +142,6 @@ class AttentionMetadata:
 
 
 def given(value: T | None) -> T:
-    """A field that may be None, but not in the form at hand."""
+    """Returns a field that is optional in general but set in this form; asserts that it is."""
     assert value is not None
     return value

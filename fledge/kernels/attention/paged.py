@@ -5,8 +5,8 @@
                                        |<- query_len ... |   the new tokens are the last `query_len` of the kv_len
     tail_mask [query_len, tail]: which of the last `tail` keys each new token sees (a draft tree); None: causal
 
-A sequence's pages tend to lie in few runs (the allocator sees to it). Here one run is a view and several are gathered; the
-native attention reads any number of them in place.
+A sequence's pages mostly form few runs of consecutive pages (the allocator prefers them). Here one run is a view and several
+are gathered; the native attention reads any number of runs in place.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fledge.kernels.formats import kv_cache
 class PagedKV:
     """Keys and values of all layers, [layers, kv heads, slots, head size]; slot = page * page_size + offset.
 
-    Bytes as `dtype` mean Q8_0 blocks, in which a head has another width (`kernels.formats.kv_cache`).
+    uint8 as `dtype` means Q8_0 blocks, in which a head takes a different number of elements (`kernels.formats.kv_cache`).
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class PagedKV:
         self.page_size = page_size
 
     def take_memory(self) -> None:
-        """Has the system give the whole of it now, instead of page by page as slots are first used."""
+        """Makes the system allocate all of the memory now, instead of page by page when slots are first written."""
         self.keys.zero_()
         self.values.zero_()
 
@@ -55,7 +55,7 @@ class PagedKV:
         return 2 * num_layers * num_kv_heads * kv_cache.width(head_dim, dtype) * dtype.itemsize
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies slots, for accepted tree nodes that must lie one after the other."""
+        """Copies slots, to make accepted tree nodes consecutive."""
         source = torch.tensor(sources, device=self.keys.device)
         target = torch.tensor(targets, device=self.keys.device)
         self.keys[:, :, target] = self.keys[:, :, source]
@@ -64,7 +64,7 @@ class PagedKV:
 
 @dataclass
 class SequenceLayout:
-    """One sequence of a batch, as the host sees it."""
+    """The cache layout of one sequence of a batch, on the host."""
 
     pages: Sequence[int]
     query_len: int
@@ -72,7 +72,8 @@ class SequenceLayout:
     tail_mask: Tensor | None = None  # bool [query_len, tail]
 
     def runs(self, page_size: int, num_more: int = 0) -> list[tuple[int, int]]:
-        """Where its keys, and `num_more`, lie: (end, shift) means that those up to `end` have the slots `place + shift`."""
+        """The runs of consecutive slots of its keys and `num_more` later ones, as (end, shift): the key at position p, below
+        `end` and not in an earlier run, has slot p + `shift`."""
         kv_len = self.kv_len + num_more
         used = self.pages[: -(-kv_len // page_size)]
         if used[-1] - used[0] == len(used) - 1 and used == list(range(used[0], used[-1] + 1)):
@@ -83,14 +84,14 @@ class SequenceLayout:
 
 
 def paired(tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """Tokens and their positions as one tensor [2, N] of the host: a third of the time of `torch.tensor`, which takes 27 µs."""
+    """Tokens and positions as one host tensor [2, N]; takes a third of the time of `torch.tensor`, which is 27 µs."""
     return torch.frombuffer(array("q", [*tokens, *positions]), dtype=torch.int64).view(2, -1)
 
 
 def chain_slots(
     num_new: int, starts_B: Tensor, counts_B: Tensor, page_table_BP: Tensor, page_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Positions and slots of `num_new` tokens of each sequence from `starts` on; slot -1, stored nowhere, from `counts` on."""
+    """Positions and slots of `num_new` tokens per sequence from `starts` on. Those from `counts` on get slot -1: not stored."""
     place = torch.arange(num_new, device=starts_B.device)
     stored = place < counts_B[:, None]
     positions = torch.where(stored, starts_B[:, None] + place, 0).long()
@@ -99,7 +100,7 @@ def chain_slots(
 
 
 class HostLayouts:
-    """The sequences of one pass as the host knows them, and what follows from them; made once a pass, for all its layers."""
+    """The layouts of a pass's sequences, and slots and masks derived from them; made once per pass, for all its layers."""
 
     def __init__(self, sequences: Sequence[SequenceLayout], page_size: int, device: torch.device) -> None:
         self.sequences, self.page_size, self.device = sequences, page_size, device
@@ -142,7 +143,7 @@ class HostLayouts:
 def paged_attention(
     q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, keys_KSE: Tensor, values_KSE: Tensor, host: HostLayouts, window: int | None
 ) -> Tensor:
-    """Writes the new keys and values into the cache, then attends, sequence by sequence: the reference of all kernels here."""
+    """Stores the new keys and values, then attends, sequence by sequence. The reference for all attention kernels."""
     keys_KSE[:, host.new_slots] = kv_cache.encode(k_NKE.transpose(0, 1), keys_KSE.dtype)
     values_KSE[:, host.new_slots] = kv_cache.encode(v_NKE.transpose(0, 1), values_KSE.dtype)
     outputs, row = [], 0
@@ -166,7 +167,7 @@ def build_mask(layout: SequenceLayout, window: int | None, device: torch.device)
         tail = layout.tail_mask.to(device)
         seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
         seen[:, keys - tail.shape[1] :] = tail
-        # A tree node's position is its place on its own path, not its place in the cache.
+        # A tree node's position is counted along its own path, not in the cache.
         query_position = (keys - tail.shape[1] + tail.sum(1) - 1)[:, None]
     if window is not None:
         seen = seen & (position[None, :] > query_position - window)
@@ -197,14 +198,14 @@ def attention_reference(q_THE: Tensor, k_KSE: Tensor, v_KSE: Tensor, mask_TS: Te
 
 
 class Attend(Protocol):
-    """Attention over whatever the caller keeps: a paged cache when serving, packed documents when training."""
+    """An attention function of the caller's: over a paged cache when serving, over packed documents when training."""
 
     def __call__(self, layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
         """Returns the attention output [N, H, E]; scores are scaled by 1/sqrt(E)."""
 
 
 def causal_attend(lengths: Sequence[int] | None = None) -> Attend:
-    """Attention without a cache over whole sequences lying one after the other (`lengths`; None: a single one)."""
+    """Causal attention without a cache over whole, concatenated sequences of these lengths (None: a single sequence)."""
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         outputs = []

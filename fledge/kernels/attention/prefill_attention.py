@@ -1,12 +1,12 @@
-"""Attention of prompts and parts of prompts over the paged cache, which holds their own keys and values already.
+"""Attention of prompts and parts of prompts over the paged cache, in which their own keys and values are stored already.
 
 Shapes: N new tokens of B sequences, one sequence after the other; H query heads, K key/value heads, E head size, P pages.
 
     tokens   | sequence 0 | sequence 1 | … | unused |        offsets_C = B + 1 running sums of their lengths, from 0
-                                                               the i-th token of sequence b lies at position starts[b] + i
+                                                               the i-th token of sequence b is at position starts[b] + i
 
-Sums are taken in the order of `exact`. A program takes a block of tokens of one sequence, times the query heads of one
-key/value head, and goes through their keys. Lengths are read on the device: a captured launch serves any of them.
+Sums follow the order of `exact`. A program processes a block of tokens of one sequence, with the query heads of one key/value
+head, over all their keys. Lengths are read on the device, so that a captured launch works for any lengths.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fledge.kernels.attention.exact import (
 )
 from fledge.kernels.triton_support import by_device, jit, multiprocessors, next_power_of_2, tl
 
-BLOCK = 64  # keys a step
+BLOCK = 64  # keys per step
 
 
 def prefill_attention_reference(
@@ -43,10 +43,10 @@ def prefill_attention_reference(
     counts_B: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """[N, H, E]. A token at a negative position, or of no sequence, sees nothing: its output is 0.
+    """The attention output [N, H, E]. A token at a negative position, or of no sequence, sees no key: its output is 0.
 
-    Token by token: products of one shape have one order of sums. `counts_B` (here alone): keys of a sequence's later tokens do
-    not exist, and without any it sees nothing.
+    Computed token by token, as products of one shape have a fixed order of sums. `counts_B` (only in the reference): how many
+    of a sequence's tokens have keys; with 0 the sequence's output is 0.
     """
     num_kv_heads, _, size = keys_KSE.shape
     out = torch.zeros(q_NHE.shape, dtype=q_NHE.dtype, device=q_NHE.device)
@@ -79,7 +79,8 @@ def prefill_attention_triton(
     rows: int | None = None,
     stages: int | None = None,
 ) -> Tensor:
-    """`rows`: of a program, and `stages` of its loads; None chooses. They do not change a bit of the result."""
+    """The same by a Triton kernel. `rows`: per program; `stages`: of its load pipeline. None: chosen here. Neither changes a
+    bit of the result."""
     (num_kv_heads, _, size), batch = keys_KSE.shape, len(starts_B)
     num_tokens, num_heads, _ = q_NHE.shape
     assert q_NHE.stride()[1:] == (size, 1)
@@ -90,7 +91,7 @@ def prefill_attention_triton(
         return out
     group, lanes = num_heads // num_kv_heads, max(next_power_of_2(size), 16)
     rows = rows or choose_rows(num_tokens, num_kv_heads, group, lanes, q_NHE)
-    # Each sequence's last block may be short; unused rows are one more sequence.
+    # Each sequence's last block may be short; the unused tokens count as one more sequence.
     blocks = num_tokens // (rows // group) + batch + 1
     _prefill_attention[(blocks, num_kv_heads)](
         q_NHE,
@@ -128,7 +129,7 @@ prefill_attention = by_device(prefill_attention_triton, prefill_attention_refere
 
 
 def choose_rows(num_tokens: int, num_kv_heads: int, group: int, lanes: int, q: Tensor) -> int:
-    """Rows of a program, heads times tokens: 128 where that fills the device. 32-bit products need no tensor cores' tiles."""
+    """Rows (heads times tokens) per program: 128 if that fills the device. fp32 uses no tensor cores, so the fewest rows."""
     least = max(next_power_of_2(group), 16)
     if q.element_size() == 4:
         return least
@@ -167,7 +168,7 @@ def _prefill_attention(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(1)
-    # Whose block this is. The last sequence is the unused rows.
+    # Finds the sequence of this program's block. The last sequence consists of the unused tokens.
     index = tl.arange(0, SEQUENCES)
     begins = tl.load(offsets_ptr + index, mask=index <= num_sequences, other=num_tokens).to(tl.int32)
     ends = tl.load(offsets_ptr + index + 1, mask=index < num_sequences, other=num_tokens).to(tl.int32)
@@ -179,7 +180,7 @@ def _prefill_attention(
     here = index == sequence
     first_row = tl.sum(tl.where(here, begins, 0), axis=0)
     count = tl.sum(tl.where(here, ends, 0), axis=0) - first_row
-    # A sequence's last tokens have most to do, so they come first.
+    # A sequence's last tokens see the most keys, so their blocks are started first.
     block_number = tl.sum(tl.where(before | here, blocks, 0), axis=0) - 1 - tl.program_id(0)
     first_token = block_number * TOKENS
     is_real = sequence < num_sequences
@@ -198,7 +199,7 @@ def _prefill_attention(
     position = start + token
     end = tl.where(is_real, start + tl.minimum(first_token + TOKENS, count), 0)
     begin = 0
-    # Keys before this one are seen by all rows.
+    # All rows see the keys before this one, so they need no mask.
     all_seen = tl.minimum(start + first_token + 1, end) // BLOCK_KEYS * BLOCK_KEYS
     if WINDOW > 0:
         begin = tl.maximum(start + first_token + 1 - WINDOW, 0) // BLOCK_KEYS * BLOCK_KEYS

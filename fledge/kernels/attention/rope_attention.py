@@ -1,18 +1,17 @@
-"""Rotary embedding, the new keys' way into the paged cache, and attention of a chain of new tokens, in one kernel.
+"""Rotary embedding, storing of new keys and values in the paged cache, and attention of a chain of new tokens, in one kernel.
 
 Shapes: B sequences, T new tokens each (one after the other in `qkv`), H query heads, K key/value heads, E head size.
 
     one sequence:   | start settled keys, in the cache | count new ones, stored here | T - count: neither stored nor seen |
                     |  blocks of keys           | tail                      |
 
-Token t lies at position start + t and sees the settled keys and the new ones up to itself. count 0: an empty row, output 0.
-The order of sums is that of `exact`. The tail begins at the last multiple of 16 up to `start`: its keys come from the cache and
-from this pass, side by side in one tile. A program takes a sequence, a key/value head and every G-th split of the keys. Short
-contexts are one split. With several programs the one that finishes last adds up the splits.
+Token t is at position start + t and sees the settled keys and the new ones up to itself. count 0: an empty row, output 0.
+Sums follow the order of `exact`. The tail begins at the last multiple of 16 up to `start`: one tile holds its keys from the
+cache and those from this pass. A program processes a sequence, a key/value head and every G-th split of the keys. Short
+contexts have one split. With several programs the one that finishes last adds up the splits.
 
-Everything but `qkv_NX` is read while kernels before this one still run. Of these, one must have been started only after what
-this one reads was complete: see `pdl_barrier` of `linear.dispatch`. (Kernels of libraries never let anything start
-early.)
+Everything except `qkv_NX` is read while earlier kernels still run (PDL). So one of these earlier kernels must have started only
+after that data was complete: see `pdl_barrier` of `linear.dispatch`. (Library kernels never let the next kernel start early.)
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ from fledge.kernels.triton_support import (
     wait_for_inputs,
 )
 
-# Query rows a program: more rows are more programs, whose registers leave room for the kernels around them.
+# Most query rows per program. More rows are split over programs, whose fewer registers leave room for adjacent kernels.
 MAX_ROWS = 32
 
 
@@ -80,9 +79,9 @@ def rope_attention_reference(
     window: int | None = None,
     arrivals: Tensor | None = None,
 ) -> Tensor:
-    """The attention's output [N, H * E], N = B * T. `table_2PE`: `Rotary.table`. `qkv_NX` may be overwritten.
+    """The attention output [N, H * E], N = B * T. `table_2PE`: `Rotary.table`. `qkv_NX` may be overwritten.
 
-    `arrivals`: see `arrival_counts`; read by the kernel alone.
+    `arrivals`: see `arrival_counts`; used only by the Triton kernel.
     """
     (num_kv_heads, _, head_dim), batch = keys_KSE.shape, len(starts_B)
     num_new = len(qkv_NX) // batch
@@ -113,9 +112,9 @@ def rope_attention_triton(
     streamed: bool | None = None,
     config: LaunchConfig | None = None,
 ) -> Tensor:
-    """`programs`: for the splits of a sequence and head; None chooses. `streamed`: keys come in small blocks all the way; None:
-    where there are more programs than run at once, which wait for each other anyhow. `config`: None chooses by the number of
-    programs and the most keys. None of them changes a bit of the result."""
+    """The same by a Triton kernel. `programs`: how many share the splits of a sequence and head; None: chosen here. `streamed`:
+    all keys are loaded in small blocks, none prefetched; None: if there are more programs than run at once. `config`: None:
+    chosen by the number of programs and the most keys. None of these changes a bit of the result."""
     (num_kv_heads, _, head_dim), batch = keys_KSE.shape, len(starts_B)
     num_new = len(qkv_NX) // batch
     num_heads = qkv_NX.shape[1] // head_dim - 2 * num_kv_heads
@@ -136,7 +135,7 @@ def rope_attention_triton(
     enough = attention_programs(device)
     streamed = num_programs > enough if streamed is None else streamed
     first, block = (STREAMED_KEYS, STREAMED_KEYS) if streamed else (first, min(first // 2, MOST_KEYS))
-    # A window may begin anywhere in a split.
+    # A window may begin in the middle of a split, which can make one split more.
     splits = -(-max_keys // SPLIT) + (window is not None and max_keys < kv_bucket)
     part_bytes = len(qkv_NX) * num_heads * head_dim * 4
     programs = programs or choose_programs(num_programs, splits, enough, MOST_PART_BYTES // part_bytes)
@@ -276,8 +275,8 @@ def _rope_attention(
     out_row = (sequence * NEW + token) * HEADS + head
     out_place = out_row[:, None] * SIZE + lane[None, :]
 
-    # Known before the queries are: where the sequence stands, its settled keys and values, the angles.
-    # Past the multiprocessor's own cache, which other kernels' old values may lie in.
+    # Loaded before the queries are ready: the sequence's length, its settled keys and values, the rotary angles. ".cg" bypasses
+    # the multiprocessor's L1 cache, which may hold outdated values from before other kernels.
     start = tl.load(starts_ptr + sequence, cache_modifier=".cg").to(tl.int32)
     count = tl.load(counts_ptr + sequence, cache_modifier=".cg").to(tl.int32)
     begin, first_split = 0, 0
@@ -287,7 +286,7 @@ def _rope_attention(
     num_splits = (start + count + PER_SPLIT - 1) // PER_SPLIT
     if (count == 0) | (first_split + program >= num_splits):
         if program == 0:
-            wait_for_inputs(PDL)  # here too: a kernel is complete only after the one before it
+            wait_for_inputs(PDL)  # needed here too: a kernel must not complete before the previous one
             tl.store(out_ptr + out_place, tl.zeros([ROWS, LANES], dtype), mask=q_mask)
         return
     split = first_split + program
@@ -356,7 +355,7 @@ def _rope_attention(
     if MANY_SPLITS:
         here = tl.where((tail_key // PER_SPLIT == split)[None, :], tail_scores, float("-inf"))
     scores = _block_scores(q, first_k.to(dtype), first, last, position, scale_log2, SHIFT, WINDOW)
-    # The tail's keys come last, but their maximum counts from the start: it saves a step.
+    # The tail's keys are added last, but their maximum is included from the start, which saves a rescaling.
     best = tl.maximum(best_of(here), best_of(scores))
     weights = tl.exp2(scores - finite(best)[:, None]).to(dtype)
     nothing = tl.zeros([ROWS, LANES], tl.float32)
@@ -400,7 +399,7 @@ def _rope_attention(
                     best, total, out = add_split(best, total, out, next_best, next_total, next_out)
         if SPLITS_APART:  # noqa: SIM102 (a branch of the compiler's around one of the kernel's)
             if apart:
-                # All threads' parts are written before the program counts as arrived.
+                # All threads must have written their parts before the program is counted as finished.
                 tl.debug_barrier()
                 arrivals = arrivals_ptr + tl.program_id(0) * (KV_HEADS * ROW_BLOCKS) + tl.program_id(1)
                 if tl.atomic_add(arrivals, 1, sem="acq_rel") < tl.minimum(num_splits - first_split, programs) - 1:
@@ -421,7 +420,7 @@ def _rope_attention(
 
 @jit
 def _store_part(parts_ptr, bests_ptr, totals_ptr, part_row, best, total, out, row_inside, SIZE: tl.constexpr):
-    """What a split comes to, before it is normalised."""
+    """Stores the result of a split before normalisation."""
     lane = tl.arange(0, out.shape[1])[None, :]
     tl.store(bests_ptr + part_row, best, mask=row_inside)
     tl.store(totals_ptr + part_row[:, None] + 0 * lane, total, mask=row_inside[:, None] & (lane == 0))

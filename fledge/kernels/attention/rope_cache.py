@@ -1,8 +1,8 @@
-"""New keys and values into the paged cache by slot: with the rotary embedding of queries and keys, or as they are.
+"""Stores new keys and values in the paged cache by slot: with rotary embedding of queries and keys (`rope_cache`), or unchanged
+(`store_kv`, for latent attention, which rotates its heads elsewhere).
 
 `qkv_NX` holds a token's heads one after the other: H query heads, K key heads, K value heads. Queries and keys are rotated in
 place, so that a prompt can attend over its own rows; keys and values are copied to the token's slot. Slot -1: not stored.
-Latent attention rotates its heads elsewhere (`store_kv`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Norms = tuple[Tensor, Tensor, float]  # weights for queries and keys, epsilon
 
 
 def rotate(x_NHE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The sign of the rotation is folded into the sine (`Rotary.table`), so that rotating is one roll by half a head."""
+    """Rotates heads. The sine includes the rotation's sign (`Rotary.table`), so a roll by half a head is enough."""
     half = x_NHE.shape[-1] // 2
     return torch.addcmul(x_NHE * cos, x_NHE.roll(half, -1), sin).to(x_NHE.dtype)
 
 
 def store_kv_reference(k_NKE: Tensor, v_NKE: Tensor, slots_N: Tensor, keys_KSE: Tensor, values_KSE: Tensor) -> None:
-    """`slots_N`: -1 is stored nowhere."""
+    """Stores keys and values in the slots `slots_N`; -1: not stored."""
     stored = slots_N >= 0
     slots = slots_N[stored].long()
     keys_KSE[:, slots] = k_NKE[stored].transpose(0, 1).to(keys_KSE.dtype)
@@ -40,7 +40,7 @@ def rope_cache_reference(
     values_KSE: Tensor,
     norms: Norms | None = None,
 ) -> None:
-    """`table_2PE`: `Rotary.table` (cosines; sines with the rotation's sign)."""
+    """Norms and rotates queries and keys, stores keys and values. `table_2PE`: `Rotary.table` (cosines; signed sines)."""
     num_kv_heads, _, head_dim = keys_KSE.shape
     heads = qkv_NX.view(qkv_NX.shape[0], -1, head_dim)
     qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
@@ -170,9 +170,9 @@ def _rope_cache(
         high = tl.where(rotated, normed_high, high)
 
     cos = tl.load(table_ptr + position * (2 * HALF) + lane, mask=lane < HALF, other=0.0).to(tl.float32)
-    # The second half of the table's sines carries no sign.
+    # The second half of the table's sines has no sign.
     sin = tl.load(table_ptr + table_stride + position * (2 * HALF) + HALF + lane, mask=lane < HALF, other=0.0).to(tl.float32)
-    # As `exact.rotated` has it, so that a key is the same bits whichever kernel wrote it.
+    # The same arithmetic as `exact.rotated`, so that a key has the same bits whichever kernel wrote it.
     new_low = tl.where(rotated, tl.fma(high, -sin, low * cos), low).to(dtype)
     new_high = tl.where(rotated, tl.fma(low, sin, high * cos), high).to(dtype)
     tl.store(x_ptr, new_low, mask=inside & rotated)

@@ -1,12 +1,12 @@
-/* Attention of a few new tokens over one sequence's keys and values, which lie in one or more runs of consecutive slots. Where
-   they lie changes no bit of the result.
+/* Attention of a few new tokens over one sequence's keys and values, which are in one or more runs of consecutive slots. The
+   number and place of runs do not change a bit of the result.
 
-   Keys are transposed sixteen at a time, so that the scores of sixteen keys are one register and no sum crosses it; all
-   the queries that share the keys use the transposed tile. What a query gets does not depend on how many others there are. */
+   Keys are transposed sixteen at a time, so that the scores of sixteen keys are one register and no sum goes across its lanes;
+   all queries that share the keys use the transposed tile. A query's result does not depend on the number of other queries. */
 
 typedef struct {
-    long end;    /* the run holds the keys before this one that no earlier run holds */
-    long shift;  /* slot of a key: its place in the sequence plus this */
+    long end;    /* the run holds the keys before this position that no earlier run holds */
+    long shift;  /* a key's slot is its position in the sequence plus this */
 } Run;
 
 typedef struct {
@@ -24,7 +24,7 @@ typedef struct {
     long slot_bytes, head_bytes;              /* from one slot, and from one kv head, to the next */
 } Cache;
 
-/* `count` floats as the cache holds them. */
+/* Converts `count` floats to the cache's format. */
 static void narrow(long format, const float *x, long count, uint8_t *stored) {
     if (format == F32) {
         memcpy(stored, x, sizeof(float) * count);
@@ -44,7 +44,7 @@ static void narrow(long format, const float *x, long count, uint8_t *stored) {
     }
 }
 
-/* And back. */
+/* Converts `count` numbers from the cache's format to floats. */
 static void widen(long format, const uint8_t *stored, long count, float *out) {
     if (format == F32) {
         memcpy(out, stored, sizeof(float) * count);
@@ -67,7 +67,7 @@ typedef int lane_indexes __attribute__((vector_size(64)));
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (lane_indexes){__VA_ARGS__})
 #endif
 
-/* out[column][key] = rows[key][column], 16 × 16. Interleaving rows i and i + 8 four times over is a transposition. */
+/* out[column][key] = rows[key][column], 16 × 16. Interleaving rows i and i + 8 four times transposes the tile. */
 static inline void transpose(const float *rows, long stride, float *out) {
     lanes a[LANES], b[LANES];
     for (int i = 0; i < LANES; i++) a[i] = load(rows + i * stride);
@@ -81,7 +81,7 @@ static inline void transpose(const float *rows, long stride, float *out) {
     for (int i = 0; i < LANES; i++) store(out + i * LANES, a[i]);
 }
 
-/* The same from sixteen rows of halves, `size` apart: pairs of halves are transposed as floats, which is half the work. */
+/* The same for sixteen rows of halves, `size` apart: pairs of halves are transposed as floats, which is half the work. */
 static inline void transpose_halves(const half *rows, long size, float *out) {
     typedef uint32_t lane_words __attribute__((vector_size(64)));
     typedef uint16_t lane_halves __attribute__((vector_size(32)));
@@ -105,10 +105,10 @@ static void transpose_keys(const float *keys, long size, float *tile) {
         for (long i = 0; i < LANES; i++) tile[e * LANES + i] = keys[i * size + e];
 }
 
-/* Keys or values s … s + count - 1 as floats, one after the other: where they lie, or in `out`. `run` holds s. */
+/* Keys or values s … s + count - 1 as consecutive floats: in the cache itself if possible, else in `out`. `run` holds s. */
 static const float *gather(const Cache *cache, const uint8_t *stored, const Run *run, long s, long count, float *out) {
     const uint8_t *first = stored + (s + run->shift) * cache->slot_bytes;
-    if (run->end < s + count) {  /* a run ends among them */
+    if (run->end < s + count) {  /* a run ends before the last of them */
         for (long i = 0; i < count; i++) {
             while (run->end <= s + i) run++;
             widen(cache->format, stored + (s + i + run->shift) * cache->slot_bytes, cache->head_size, out + i * cache->head_size);
@@ -120,7 +120,7 @@ static const float *gather(const Cache *cache, const uint8_t *stored, const Run 
     return out;
 }
 
-/* tile [size][LANES]: the `count` keys from s on, and zeros up to sixteen. */
+/* tile [size][LANES]: the `count` keys from s on, transposed, and zeros up to sixteen keys. */
 static void tile_of(const Cache *cache, const uint8_t *keys, const Run *run, long s, long count, float *widened, float *tile) {
     long size = cache->head_size;
     if (cache->format == F16 && size % (2 * LANES) == 0 && run->end >= s + count) {
@@ -150,19 +150,20 @@ static inline const Run *run_of(const Sequence *sequence, long s) {
 static inline long slot_of(const Sequence *sequence, long s) { return s + run_of(sequence, s)->shift; }
 
 enum {
-    MOST_KEYS = 1024,  /* that are requested before attention begins, of all sequences: what the second-level caches hold beside the weights */
-    KEYS_AHEAD = 64    /* of a longer text, how far ahead each is requested; the processor's own prefetching ends with a page of 4 KB.
-                          A plain step of a 135M target behind 4,000 tokens takes 17 % less time. */
+    MOST_KEYS = 1024,  /* keys of all sequences prefetched before attention begins: what the L2 caches hold beside the weights */
+    KEYS_AHEAD = 64    /* keys that a longer text is prefetched ahead; the processor's own prefetching ends at a 4 KB page.
+                          A plain step of a 135M target after 4,000 tokens takes 17 % less time with it. */
 };
 
-/* Requests `count` keys or values from s on, as far as they follow each other. */
+/* Prefetches `count` keys or values from s on, as far as they are in the same run. */
 static inline void fetch(const Cache *cache, const uint8_t *stored, const Run *run, long s, long count) {
     const uint8_t *first = stored + (s + run->shift) * cache->slot_bytes;
     count = run->end - s < count ? run->end - s : count;
     for (long line = 0; line < count * cache->slot_bytes; line += 64) __builtin_prefetch(first + line, 0, 2);
 }
 
-/* The same of a long text; short ones were requested before. `run`: that of s, or one before. Returns that of s. */
+/* The same for a long text; short ones are prefetched before attention begins. `run`: the run of s, or an earlier one.
+   Returns the run of s. */
 static inline const Run *fetch_later(const Cache *cache, const Sequence *sequence, const uint8_t *stored, const Run *run, long s,
                                      long count) {
     if (sequence->kv_len <= MOST_KEYS || s >= sequence->kv_len) return run;
@@ -171,14 +172,14 @@ static inline const Run *fetch_later(const Cache *cache, const Sequence *sequenc
     return run;
 }
 
-/* Query heads of a row that go through keys and values together, so that these are loaded once; as many sums fit the registers. */
+/* Query heads of a row that are processed together, so that keys and values are loaded once; their sums fit the registers. */
 #if defined(__AVX512BW__)
 enum { HEADS = 4 };
 #else
 enum { HEADS = 1 };
 #endif
 
-/* A register, not a place in memory that each product would load from again. */
+/* Loads into a register; otherwise the compiler would load from memory again for each product. */
 INLINE lanes loaded(const float *x) {
     lanes value = load(x);
 #if defined(__AVX512BW__)
@@ -187,7 +188,7 @@ INLINE lanes loaded(const float *x) {
     return value;
 }
 
-/* out[n][0 … LANES) = q[n] · tile, for N heads; `stride`: from one of out to the next */
+/* out[n][0 … LANES) = q[n] · tile, for N heads; `stride`: floats between rows of out */
 INLINE void score(const int N, const float *q, const float *tile, long size, float *out, long stride) {
     lanes sums[HEADS][4] = {0};
     long e = 0;
@@ -202,7 +203,7 @@ INLINE void score(const int N, const float *q, const float *tile, long size, flo
 }
 
 /* out[n][0 … size) += Σ weights[n][i] · values[i] for N heads, 64, 16 or fewer columns at a time, always in the values' order;
-   `stride`, `step`: from one of weights, and of out, to the next */
+   `stride`, `step`: floats between rows of weights, and of out */
 INLINE void weighted_sum(const int N, const float *weights, long stride, const float *values, long count, long size, float *out,
                          long step) {
     long e = 0;
@@ -231,7 +232,7 @@ INLINE void weighted_sum(const int N, const float *weights, long stride, const f
     }
 }
 
-/* DO(N, …) with the number of heads known at compile time */
+/* Calls DO(N, …) with a number of heads that is known at compile time */
 #if defined(__AVX512BW__)
 #define FOR_HEADS(N, DO, ...)                                                                                             \
     switch (N) {                                                                                                          \
@@ -244,11 +245,11 @@ INLINE void weighted_sum(const int N, const float *weights, long stride, const f
 #define FOR_HEADS(N, DO, ...) DO(1, __VA_ARGS__)
 #endif
 
-/* The keys that new token t sees: all from *first to *last but those its tail mask hides. */
+/* The keys that new token t sees: all from *first to *last except those hidden by its tail mask. */
 static void seen_keys(const Sequence *sequence, long t, long window, long *first, long *last) {
     long position;
     if (sequence->tail_mask) {
-        /* A tree node's position is its place on its own path, not its place in the cache. */
+        /* A tree node's position is counted along its own path, not in the cache. */
         position = sequence->kv_len - sequence->tail - 1;
         for (long i = 0; i < sequence->tail; i++) position += sequence->tail_mask[t * sequence->tail + i];
         *last = sequence->kv_len - 1;
@@ -258,17 +259,17 @@ static void seen_keys(const Sequence *sequence, long t, long window, long *first
     *first = window > 0 && position + 1 > window ? position + 1 - window : 0;
 }
 
-/* A part of the keys at a time: the same for every token, so that parts can be computed by several threads, and one after the other
-   where there is other work for these. A share is what one query gets of a part: size floats, the highest score, the total. */
+/* Keys are processed in parts of fixed size, the same for every token, so that the result is the same whether one or several
+   threads compute the parts. A share is a query's result for one part: `size` floats, the highest score, the total of weights. */
 enum { PART_KEYS = 512, SHARE_ENDS = 2 };
 
-/* scores [0 … PART_KEYS) of a part's keys, in place, to weights of those from `begin` to `end`; hidden keys weigh nothing. */
+/* Turns scores [0 … PART_KEYS) of a part's keys into weights in place, from `begin` to `end`; hidden keys get weight 0. */
 static void softmax_weights(const Sequence *sequence, long t, long part, long begin, long end, float *scores, float *ends) {
-    long hidden = part * PART_KEYS - (sequence->kv_len - sequence->tail);  /* place in the tail of the part's first key */
+    long hidden = part * PART_KEYS - (sequence->kv_len - sequence->tail);  /* index in the tail of the part's first key */
     const unsigned char *mask = sequence->tail_mask ? sequence->tail_mask + t * sequence->tail + hidden : NULL;
     long masked = begin + hidden > 0 ? begin : -hidden;
     for (long s = masked; mask && s < end; s++)
-        if (!mask[s]) scores[s] = -1e30f;  /* its exponential is 0 beside any other */
+        if (!mask[s]) scores[s] = -1e30f;  /* low enough that its exponential is 0 if any key is visible */
     float highest = scores[begin], total = 0.0f;
     for (long s = begin; s < end; s++) highest = scores[s] > highest ? scores[s] : highest;
     for (long s = begin; s < end; s++) {
@@ -280,7 +281,7 @@ static void softmax_weights(const Sequence *sequence, long t, long part, long be
     ends[0] = highest, ends[1] = total;
 }
 
-/* Adds a part's share to the sum of those before it. */
+/* Adds a part's share to the sum of the parts before it. */
 static __attribute__((noinline)) void add_share(const float *share, long size, float *sum) {
     float highest = sum[size] > share[size] ? sum[size] : share[size];
     float before = quick_exp(sum[size] - highest), now = quick_exp(share[size] - highest);
@@ -288,9 +289,9 @@ static __attribute__((noinline)) void add_share(const float *share, long size, f
     sum[size] = highest, sum[size + 1] = sum[size + 1] * before + share[size + 1] * now;
 }
 
-enum { TILE_KEYS = 32 };  /* values that are widened at a time: they stay in the first-level cache for all queries */
+enum { TILE_KEYS = 32 };  /* values that are widened at a time: they stay in the L1 cache for all queries */
 
-/* Floats of the shares of `rows` tokens under one kv head, and those that attend_rows works with. */
+/* Floats for the shares of `rows` tokens under one kv head; below, floats of attend_rows's working memory. */
 static long share_floats(const Cache *cache, long rows) {
     return rows * (cache->heads / cache->kv_heads) * (cache->head_size + SHARE_ENDS);
 }
@@ -317,8 +318,8 @@ static void seen_of_part(const Cache *cache, const Sequence *sequence, long t, l
     *end = last + 1 - part * PART_KEYS < PART_KEYS ? last + 1 - part * PART_KEYS : PART_KEYS;
 }
 
-/* What new tokens t … t + rows - 1 get of one part under one kv head: shares [rows][group]. q: token t, query head 0; `width` floats
-   between tokens of q. memory: attention_floats. */
+/* The shares [rows][group] of new tokens t … t + rows - 1 for one part under one kv head. q: token t, query head 0;
+   `width`: floats between tokens of q. memory: attention_floats. */
 static void attend_part(const Cache *cache, const Sequence *sequence, long kv_head, long t, long rows, long part, const float *q,
                         long width, float *shares, float *memory) {
     long size = cache->head_size, group = cache->heads / cache->kv_heads, stride = size + SHARE_ENDS, start = part * PART_KEYS;
@@ -367,8 +368,8 @@ static void attend_part(const Cache *cache, const Sequence *sequence, long kv_he
     }
 }
 
-/* New tokens t … t + rows - 1 under one kv head. q, out: token t, query head 0. `shares`: of all parts from `from` on, or NULL: they are
-   computed here. memory: attention_floats. */
+/* Attention of new tokens t … t + rows - 1 under one kv head. q, out: token t, query head 0. `shares`: those of all parts
+   from `from` on, or NULL: they are computed here. memory: attention_floats. */
 static void attend_rows(const Cache *cache, const Sequence *sequence, long kv_head, long t, long rows, const float *q, long width,
                         const float *shares, long from, long to, float *out, float *memory) {
     long size = cache->head_size, group = cache->heads / cache->kv_heads, stride = size + SHARE_ENDS, floats = share_floats(cache, rows);

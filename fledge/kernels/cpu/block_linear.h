@@ -1,22 +1,22 @@
-/* Products of GGUF blocks (`blocks.h`) with activations of 8 bits, a scale for each 32 of a row: sums over a unit are exact
-   integers, scaled and added up in fp32, unit by unit, whatever the number of rows. Quantised row by row: rows do not meet. */
+/* Products of GGUF blocks (`blocks.h`) with activations in 8 bits, which have one scale per 32 inputs of a row. Sums over a unit are
+   exact integers, scaled and added up in fp32, unit by unit. Each row is quantised and summed independently of the others. */
 typedef struct {
     union { int8_t codes[UNIT]; int32_t fours[UNIT / 4]; };
     float scale;
-    float sums[3];      /* of the activations: all, the first sixteen, the others */
-    int32_t minus[3];   /* the same of the codes, negative */
+    float sums[3];      /* sums of the activations: all, the first sixteen, the others */
+    int32_t minus[3];   /* the same sums of the codes, negated */
     int32_t unused;
-} Activations;          /* a unit of one row: a cache line */
+} Activations;          /* a unit of one row, as large as a cache line */
 
-/* Rows come in chunks of CHUNK, and the units of a chunk's rows side by side, so that the kernels need one pointer for all of them.
-   The first unit of a row; *step: to its next. */
+/* Returns the index of a row's first unit; *step: units from one to the row's next. Units are stored for chunks of CHUNK rows, with
+   the same unit of all rows of a chunk side by side, so that the kernels need one pointer for all of them. */
 static inline long first_unit(long row, long rows, long units, long *step) {
     long chunk = row / CHUNK * CHUNK;
     *step = rows - chunk < CHUNK ? rows - chunk : CHUNK;
     return chunk * units + row % CHUNK;
 }
 
-/* Words of four codes (0 … 63) times the same four activations, added to each word's sum. */
+/* Adds to each sum the dot product of a word of four codes (0 … 63) with four activations. */
 INLINE words dot4(words sums, words codes, int32_t x) {
 #if defined(__AVX512VNNI__)
     return (words)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(x));
@@ -40,7 +40,8 @@ INLINE words dot4(words sums, words codes, int32_t x) {
 #endif
 }
 
-/* The same for codes of -128 … 127. VNNI multiplies unsigned by signed: there 128 is added to the codes, which `start` takes back. */
+/* The same for codes of -128 … 127. VNNI multiplies unsigned by signed numbers: there 128 is added to the codes, and the sums start
+   with minus 128 times the sum of the activations' codes (`minus`, SIGNED_SHIFT). */
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 enum { SIGNED_SHIFT = 7 };
 INLINE words dot4_signed(words sums, words codes, int32_t x) { return dot4(sums, codes ^ (int32_t)0x80808080, x); }
@@ -93,7 +94,7 @@ INLINE vector widen_scales(const uint8_t *scales, int is_signed) {
 #endif
 }
 
-/* Four inputs, the `c`th of a unit, as bytes; `plane`: the unit's low bits. */
+/* The codes of the `c`th four inputs of a unit, as bytes; `plane`: the unit's low bits. */
 INLINE words codes_at(int format, const words *plane, int c) {
     const int low = low_bits(format), high = high_bits(format), per = 8 / low;
     if (low == 8) return plane[c];
@@ -113,10 +114,10 @@ INLINE words codes_at(int format, const words *plane, int c) {
 #define UNROLL _Pragma("GCC unroll 8")
 #endif
 
-/* out[r][0 … WIDTH) = strip · x[r], for a format and a number of rows known at compile time: sums stay in registers. */
+/* out[r][0 … WIDTH) = strip · x[r]. Format and number of rows are known at compile time, so that sums stay in registers. */
 INLINE void block_strip(const int format, const int R, const Activations *x, long step, long units, const uint8_t *strip,
                         int streamed, float *out) {
-    const int group = group_of(format), groups = UNIT / group, part = groups - 1;  /* of the sums */
+    const int group = group_of(format), groups = UNIT / group, part = groups - 1;  /* part: first index into x's sums */
     const int zero = is_signed(format) ? SIGNED_SHIFT : zero_shift(format);
     const long bytes = unit_bytes(format) * WIDTH, header = header_bytes(format) * WIDTH;
     vector sums[BLOCK_ROWS] = {0}, d = {0}, m = {0};
@@ -196,13 +197,13 @@ static void block_panel(int format, const Activations *x, long step, long rows, 
     for (int v = 0; v < VECTORS; v++) strip(x, step, inputs / UNIT, panel + v * bytes, streamed, out + v * WIDTH);
 }
 
-/* Unit `unit` of row `row` of [rows, inputs]. */
+/* Where unit `unit` of row `row` of [rows, inputs] is stored. */
 static inline Activations *unit_at(Activations *units, long row, long rows, long inputs, long unit) {
     long step, first = first_unit(row, rows, inputs / UNIT, &step);
     return units + first + unit * step;
 }
 
-/* Sums of the first sixteen codes and of the others. (Of a loop over bytes or ints the compiler makes 32 extractions.) */
+/* Sums of the first sixteen codes and of the others. (A loop over bytes or ints is compiled to 32 extractions.) */
 INLINE void code_sums(const int8_t *codes, int32_t *sums) {
 #if defined(__AVX2__)
     __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), _mm256_loadu_si256((const __m256i *)codes));
@@ -217,7 +218,7 @@ INLINE void code_sums(const int8_t *codes, int32_t *sums) {
 #endif
 }
 
-/* A unit of activations in 8 bits; all zeros: scale 0. */
+/* Quantises a unit of activations to 8 bits; if all are zero, the scale is 0. */
 static inline void quantise_unit(const float *x, Activations *to) {
     float largest = 0.0f;
     int32_t sums[2];
@@ -230,7 +231,7 @@ static inline void quantise_unit(const float *x, Activations *to) {
     for (int i = 0; i < 2; i++) to->minus[1 + i] = -sums[i], to->sums[1 + i] = scale * (float)sums[i];
 }
 
-/* Row `row` of [rows, inputs] in 8 bits, at its place in `units`. */
+/* Quantises row `row` of [rows, inputs] to 8 bits, at its place in `units`. */
 static void quantise_row(const float *x, Activations *units, long row, long rows, long inputs) {
     long step, first = first_unit(row, rows, inputs / UNIT, &step);
     for (long k = 0; k < inputs / UNIT; k++) quantise_unit(x + k * UNIT, units + first + k * step);

@@ -1,7 +1,7 @@
-/* GGUF's block formats: how they lie in a file, and the panels that the kernels read.
+/* GGUF's block formats: their layout in a file, and the layout of the panels that the kernels read.
 
-   Everything is cut into units of 32 inputs of one output, which all formats have in common. In a file a unit is a block, or an
-   eighth of a block of 256 (the K formats, with fp16 scales a block and small integer scales for groups of 16 or 32 inputs).
+   All formats are divided into units of 32 inputs of one output. In a file a unit is a block, or an eighth of a block of 256 (the
+   K formats, which have fp16 scales per block and small integer scales per group of 16 or 32 inputs).
 
    A panel holds PANEL outputs as strips of WIDTH outputs, one after the other; a strip holds its units one after the other:
 
@@ -12,14 +12,14 @@
                    in its high ones; with 2 bits it holds 16 inputs, with 8 bits four
        high bits   the same way: 1 bit: one word of 32 inputs; 2 bits: two words
 
-   So four inputs of WIDTH outputs are one shift and one mask away. No number is rounded; only Q3_K, Q4_K and Q5_K grow, by 2 to 4 %,
+   So one shift and one mask give four inputs of WIDTH outputs. No number is rounded; only Q3_K, Q4_K and Q5_K grow, by 2 to 4 %,
    since their 6-bit scales take a byte. */
 enum Format {
     F32 = 0, F16 = 1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8,  /* GGUF's own numbers */
     Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14, IQ4_NL = 20, BF16 = 30,
-    GROUPS_OF_BYTES = 108, GROUPS_OF_NIBBLES = 104, GROUPS_WITH_WIDE_OFFSETS = 105  /* ours */
+    GROUPS_OF_BYTES = 108, GROUPS_OF_NIBBLES = 104, GROUPS_WITH_WIDE_OFFSETS = 105  /* Fledge's own formats: linear.h */
 };
-enum { UNIT = 32, UNITS = 8 };  /* inputs a unit; units a block of 256 */
+enum { UNIT = 32, UNITS = 8 };  /* inputs per unit; units per block of 256 */
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE int is_super(int format) { return format >= Q2_K && format <= Q6_K; }
@@ -32,14 +32,14 @@ INLINE int high_bits(int format) {
 }
 /* Inputs that share a scale. */
 INLINE int group_of(int format) { return format == Q2_K || format == Q3_K || format == Q6_K ? 16 : 32; }
-/* What codes are counted from, as a power of two: weight = (code - 2^shift) · scale. -1: from nought. */
+/* The logarithm of the codes' zero point: weight = (code - 2^shift) · scale. -1: the zero point is 0. */
 INLINE int zero_shift(int format) {
     return format == Q3_K ? 2 : format == Q4_0 ? 3 : format == Q5_0 ? 4 : format == Q6_K ? 5 : -1;
 }
 INLINE int is_signed(int format) { return format == Q8_0 || format == IQ4_NL; }
 static const int8_t IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
 
-/* Bytes an output takes in a panel: of a block of 256's own scales, and of a unit. */
+/* Bytes per output in a panel: of the fp16 scales of a block of 256, and of a unit. */
 INLINE long header_bytes(int format) { return is_super(format) ? (has_min(format) ? 4 : 2) : 0; }
 INLINE long unit_bytes(int format) {
     long scales = is_super(format) || !has_min(format) ? 2 : 4;
@@ -51,7 +51,7 @@ static inline long block_output_bytes(int format, long inputs) {
     return units * unit_bytes(format) + (is_super(format) ? units / UNITS * header_bytes(format) : 0);
 }
 
-/* Bytes of a block in the file, and its inputs. */
+/* Bytes of a block in the file; below, its number of inputs. */
 static long file_block_bytes(int format) {
     switch (format) {
     case F32: return 4;
@@ -71,11 +71,11 @@ static long file_block_bytes(int format) {
 }
 static long file_block_inputs(int format) { return is_super(format) ? 256 : format == F32 || format == F16 || format == BF16 ? 1 : 32; }
 
-/* A unit as codes of one byte each, and its scales as the panel keeps them. */
+/* A unit as codes of one byte each, and its scales in the panel's form. */
 typedef struct {
     union { uint8_t codes[UNIT]; uint32_t words[UNIT / 4]; };
     half d, m;             /* m: the block's smallest value, or dmin of a block of 256 */
-    uint8_t scales[2];     /* of a block of 256; as laid down above */
+    uint8_t scales[2];     /* integer scales in a block of 256; see above */
 } Unit;
 
 static inline half half_at(const uint8_t *bytes) { half value; memcpy(&value, bytes, sizeof value); return value; }
@@ -90,7 +90,7 @@ static inline void read_bits(const uint8_t *qh, uint8_t *codes) {
     for (int i = 0; i < UNIT; i++) codes[i] |= (bits >> i & 1) << 4;
 }
 
-/* Unit `u` of the block at `b`. */
+/* Reads unit `u` of the block at `b`. */
 INLINE void read_unit(int format, const uint8_t *b, int u, Unit *unit) {
     uint8_t *codes = unit->codes;
     switch (format) {
@@ -146,7 +146,7 @@ static inline float float_of(half bits) {
 #endif
 }
 
-/* The weights of unit `u`: what the kernels' sums stand for. */
+/* The weights of unit `u` as floats, with the meaning that the kernels' sums give them. */
 INLINE void unit_weights(int format, const uint8_t *block, int u, float *out) {
     Unit unit;
     read_unit(format, block, u, &unit);
@@ -162,7 +162,7 @@ INLINE void unit_weights(int format, const uint8_t *block, int u, float *out) {
     }
 }
 
-/* Lays units of `WIDTH` rows of the file into a strip; `rows` below WIDTH: the others are noughts already. */
+/* Packs the units of `WIDTH` rows of the file into a strip; if `rows` is below WIDTH, the others are zero already. */
 INLINE void pack_strip(int format, const uint8_t *file, long row_bytes, long rows, long inputs, uint8_t *strip) {
     const int low = low_bits(format), high = high_bits(format), per_low = 8 / low, size = WIDTH;
     long step = file_block_bytes(format), header = header_bytes(format) * WIDTH, bytes = unit_bytes(format) * WIDTH;

@@ -1,4 +1,4 @@
-/* Sixteen floats at once, at any address; the compiler maps them to whatever the processor has. */
+/* Vectors of sixteen floats, at any address; the compiler maps them to the processor's registers. */
 #include <stdint.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -17,7 +17,7 @@ typedef int8_t byte;
 static inline lanes load(const float *x) { return *(const lanes *)x; }
 static inline void store(float *x, lanes value) { *(lanes *)x = value; }
 
-/* As many floats as one register holds, for loops in which sixteen would be spilled to memory; and as many words. */
+/* Vectors of the size of one register, for loops in which sixteen floats would be spilled to memory: floats and words. */
 #if defined(__AVX512BW__)
 enum { WIDTH = 16 };
 #elif defined(__AVX2__)
@@ -50,7 +50,7 @@ static inline vector widen_halves(const half *halves) {
 #endif
 }
 
-/* To the nearest; ties to even. */
+/* Rounds to the nearest; ties to even. */
 static inline half half_of(float value) {
 #if defined(__x86_64__)
     return _cvtss_sh(value, 0);
@@ -62,7 +62,7 @@ static inline half half_of(float value) {
 #endif
 }
 
-/* The same for as many as a register holds. */
+/* The same for a register of floats. */
 static inline void narrow_floats(const float *floats, half *halves) {
 #if defined(__AVX512BW__)
     _mm256_storeu_si256((__m256i *)halves, _mm512_cvtps_ph(_mm512_loadu_ps(floats), 0));
@@ -78,7 +78,7 @@ static inline vector widen_bfloats(const bfloat *bfloats) {
     return (vector)(__builtin_convertvector(*(const halves *)bfloats, words) << 16);
 }
 
-/* Pairs of bytes as pairs of 16-bit numbers, a pair a word. */
+/* Pairs of bytes as pairs of 16-bit numbers, one pair per word. */
 static inline words widen_pairs(const byte *bytes) {
 #if defined(__AVX512BW__)
     return (words)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)bytes));
@@ -91,7 +91,7 @@ static inline words widen_pairs(const byte *bytes) {
 #endif
 }
 
-/* To each sum its pair times the same other pair: exact, and twice as many products an instruction as with floats. */
+/* Adds to each sum the dot product of its pair with `pair`: exact, and twice as many products per instruction as with floats. */
 static inline words add_products(words sums, words pairs, int32_t pair) {
 #if defined(__AVX512VNNI__)
     return (words)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)pairs, _mm512_set1_epi32(pair));
@@ -104,7 +104,7 @@ static inline words add_products(words sums, words pairs, int32_t pair) {
 #endif
 }
 
-/* A value that the compiler may not take apart to add its terms in another order. */
+/* Returns the value, but keeps the compiler from adding its terms in another order. */
 static inline vector settled(vector value) {
 #if defined(__x86_64__)
     __asm__("" : "+v"(value));
@@ -114,7 +114,7 @@ static inline vector settled(vector value) {
     return value;
 }
 
-/* exp by range reduction and a polynomial (Cephes), without branches: unlike expf, the compiler turns loops of it into vectors. */
+/* exp by range reduction and a polynomial (Cephes), without branches, so that the compiler can vectorise loops of it (not of expf). */
 static inline float quick_exp(float x) {
     x = x < -87.0f ? -87.0f : x > 88.0f ? 88.0f : x;
     float n = rintf(x * 1.44269504f);

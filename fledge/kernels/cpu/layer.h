@@ -1,22 +1,22 @@
-/* A decoder layer: norms, attention over the cached keys and values, the MLP. Each step is shared among the threads. */
-enum { MAX_ROPES = 2 };  /* rotary embeddings of a network */
+/* A decoder layer: norms, attention over the cached keys and values, the MLP. Each step is divided among the threads. */
+enum { MAX_ROPES = 2 };  /* most rotary embeddings of a network */
 
 typedef struct {
-    const float *input_norm;  /* NULL: the input comes normed */
+    const float *input_norm;  /* NULL: the input is normed already */
     const float *post_norm;
     const float *q_norm, *k_norm;  /* or NULL */
-    const float *attention_output_norm, *mlp_output_norm;  /* of what is added to the residual stream, or NULL */
+    const float *attention_output_norm, *mlp_output_norm;  /* applied before adding to the residual stream, or NULL */
     float eps;
-    int gelu;                      /* the MLP's gate; else silu */
-    int rope;                      /* which of the batch's tables */
+    int gelu;                      /* the activation of the MLP's gate; else silu */
+    int rope;                      /* index of the batch's table of angles */
     Linear qkv, o, gate_up, down;  /* down without inputs: the MLP is not run here */
 } Layer;
 
-/* Longs and pointers alone: Python lays it out as an array of longs. */
+/* Only longs and pointers, because Python passes it as an array of longs. */
 typedef struct {
     const Sequence *sequences;
     const float *cosine[MAX_ROPES], *sine[MAX_ROPES];  /* by position: [positions, head size]; the rotation's sign is in the sine */
-    const int64_t *positions;  /* of the rows */
+    const int64_t *positions;  /* one per row */
     long num_sequences, rows, threads;
 } Batch;
 
@@ -26,7 +26,7 @@ static float inverse_rms(const float *x, long size, float eps) {
     return 1.0f / sqrtf(sum / (float)size + eps);
 }
 
-/* out = x / rms(x) · weight, row by row; rows of `out` lie `stride` apart, so that several norms can share a row */
+/* out = x / rms(x) · weight, row by row; rows of `out` are `stride` apart, so that several norms can write to one row */
 void rms_norm(const float *x, const float *weight, float *out, long rows, long size, long stride, float eps) {
     for (long r = 0; r < rows; r++) {
         const float *row = x + r * size;
@@ -58,7 +58,7 @@ static void norm_row(const void *task, long row) {
     if (n->in_bytes) quantise_row(out, n->in_bytes, row, n->rows, n->size);
 }
 
-/* Norms of rows, in 8 bits too if there is a place for that. */
+/* Norms of rows, also quantised to 8 bits unless `in_bytes` is NULL. */
 static void norm_rows(const float *x, const float *weight, float *out, Activations *in_bytes, long rows, long size, float eps,
                       int threads) {
     Norm norm = {x, weight, out, in_bytes, rows, size, eps};
@@ -71,10 +71,10 @@ typedef struct {
     const Cache *cache;
     float *heads;     /* [rows, (H + 2K) E]: queries and keys are rotated in place */
     float *attended;  /* [rows, H E] */
-    Activations *in_bytes;  /* the same in 8 bits, or NULL */
+    Activations *in_bytes;  /* `attended` in 8 bits, or NULL */
     const long *block_sequence, *block_start, *block_row;  /* blocks of at most block_rows tokens of one sequence */
     long block_rows;
-    float *shares;    /* of the parts of a block and kv head, most_parts each; NULL: whoever takes a block computes all its parts */
+    float *shares;    /* results of the parts of each block and kv head, most_parts each; NULL: one thread computes all parts of a block */
     long most_parts;
 } Attending;
 
@@ -93,7 +93,7 @@ static void rotate(float *x, const float *cosine, const float *sine, const float
     }
 }
 
-/* The sequence that has this row; *token: which of its new tokens it is. */
+/* The sequence that a row belongs to; *token: its index among the sequence's new tokens. */
 static const Sequence *sequence_of(const Batch *batch, long row, long *token) {
     const Sequence *sequence = batch->sequences;
     while (row >= sequence->query_len) row -= sequence++->query_len;
@@ -101,7 +101,7 @@ static const Sequence *sequence_of(const Batch *batch, long row, long *token) {
     return sequence;
 }
 
-/* Queries and keys are rotated in place, queries scaled; keys and values stored. */
+/* Rotates a row's queries and keys in place, scales the queries, stores keys and values in the cache. */
 static void place_row(const void *task, long row) {
     const Attending *a = task;
     const Cache *cache = a->cache;
@@ -120,7 +120,7 @@ static void place_row(const void *task, long row) {
     }
 }
 
-static __thread Memory own_memory;  /* a thread's own, for attention */
+static __thread Memory own_memory;  /* each thread's working memory for attention */
 
 static float *attention_memory(const Cache *cache, long rows) {
     return at_least(&own_memory, attention_floats(cache, rows) * sizeof(float), "attention over a long text");
@@ -129,7 +129,7 @@ static float *attention_memory(const Cache *cache, long rows) {
 /* A block of rows under one kv head. */
 typedef struct {
     const Sequence *sequence;
-    const float *q;  /* of its first token */
+    const float *q;  /* queries of its first token */
     long kv_head, start, row, rows, from, to;  /* from, to: parts of the keys that it sees */
 } Item;
 
@@ -144,7 +144,7 @@ static Item item_of(const Attending *a, long item) {
     return i;
 }
 
-/* Parts of the keys that the new tokens of any sequence see. */
+/* The most parts of keys that the new tokens of a sequence see. */
 static long most_seen_parts(const Cache *cache, const Batch *batch) {
     long most = 1, from, to;
     for (long s = 0; s < batch->num_sequences; s++) {
@@ -154,7 +154,7 @@ static long most_seen_parts(const Cache *cache, const Batch *batch) {
     return most;
 }
 
-/* One part of an item, where several threads share it. */
+/* Computes one part of an item, if several threads share the item. */
 static void attend_one_part(const void *task, long number) {
     const Attending *a = task;
     const Cache *cache = a->cache;
@@ -185,8 +185,8 @@ static void expect_o(const void *task, long number, long threads) {
 
 enum { FEW_ROWS = 16 };
 
-/* Requests the keys and values that few rows will read. The weights read since the last pass have pushed them out of the caches: in
-   this way they arrive while the linear before is computed, and no miss is waited for. */
+/* Prefetches the keys and values that a few rows will read. Weights read since the last pass have evicted them from the processor's
+   caches; this way they are loaded while the previous linear is computed. */
 static void request_cache(const void *what, long share, long shares) {
     const Attending *a = what;
     const Cache *cache = a->cache;
@@ -203,16 +203,16 @@ static void request_cache(const void *what, long share, long shares) {
     }
 }
 
-static Memory working;  /* the callers'; whoever holds the pool's lock has it */
+static Memory working;  /* working memory of a call; used only while holding the pool's lock */
 
-/* `next`: the linear that follows the layer, or NULL. */
+/* Runs a layer. `next`: the linear that follows the layer, or NULL. */
 static int layer_locked(const Layer *layer, const Cache *cache, const Batch *batch, float *x, const float *normed,
                         const Linear *next) {
     long rows = batch->rows, hidden = layer->o.outputs, middle = layer->down.inputs, num_blocks = 0;
     long width = layer->qkv.outputs, H_E = cache->heads * cache->head_size, units = (hidden + (H_E > middle ? H_E : middle)) / UNIT;
     int threads = (int)batch->threads, normed_outputs = layer->attention_output_norm != NULL;
-    /* Few rows over long texts: the parts of the keys are dealt out to the threads; over short ones the rows are, evenly. Many rows go
-       in blocks that share the transposed keys. */
+    /* With few rows, the parts of the keys are distributed over the threads for long texts, and the rows for short ones. Many rows are
+       grouped into blocks that share the transposed keys. */
     long most_parts = rows <= ROWS ? most_seen_parts(cache, batch) : 1, in_parts = most_parts > 1;
     long share = in_parts ? rows : (rows + threads - 1) / threads, block_rows = share < ROWS ? share : ROWS;
     for (long s = 0; s < batch->num_sequences; s++) num_blocks += (batch->sequences[s].query_len + block_rows - 1) / block_rows;
@@ -223,7 +223,7 @@ static int layer_locked(const Layer *layer, const Cache *cache, const Batch *bat
     if (!memory) return 1;
     float *input = memory, *heads = input + rows * hidden, *attended = heads + rows * width, *gated = attended + rows * H_E;
     float *added = normed_outputs ? gated + rows * middle : x;
-    /* What linears of blocks read, in 8 bits: made where it is computed, a unit at a time. */
+    /* Inputs of linears in block formats, in 8 bits: quantised unit by unit as soon as they are computed. */
     Activations *all = (Activations *)(memory + floats), *between = all + rows * (hidden / UNIT);
     Activations *for_qkv = layer->input_norm && in_blocks(&layer->qkv) ? all : NULL, *for_up = in_blocks(&layer->gate_up) ? all : NULL;
     Activations *for_o = in_blocks(&layer->o) && cache->head_size % UNIT == 0 ? between : NULL;
@@ -255,7 +255,7 @@ static int layer_locked(const Layer *layer, const Cache *cache, const Batch *bat
     return 0;
 }
 
-/* `taps`, ascending: how many layers have run when x is copied to the next of `tapped` [taps, rows, hidden]. */
+/* Runs layers. `taps`, ascending: after how many layers x is copied to the next entry of `tapped` [taps, rows, hidden]. */
 static int layers_locked(const Layer *layers, const Cache *caches, long num_layers, const Batch *batch, float *x, const float *normed,
                          const long *taps, long num_taps, float *tapped, const Linear *next) {
     long size = batch->rows * layers->o.outputs, tap = 0;

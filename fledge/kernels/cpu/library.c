@@ -1,5 +1,6 @@
-/* What Python calls: layers, a target's pass, draft steps and chains, one call each. Each step is microseconds of arithmetic; as
-   tensor operations they cost as much again in dispatch, and threads would meet as often. References: tests/kernels/test_native.py. */
+/* The functions that Python calls: layers, a target's pass, draft steps and chains, one call each. Each step takes microseconds of
+   arithmetic; as torch operations the same time would go into dispatch, and threads would have to synchronise after each. References:
+   tests/kernels/test_native.py. */
 #include <math.h>
 #include <stdio.h>
 
@@ -9,8 +10,8 @@
 #include "attention.h"
 #include "layer.h"
 
-/* x [rows, hidden], in place: the residual stream before and after the layers. `normed`: the first attention's input where the first
-   layer has no input norm (a drafter's). `next`: the linear that follows them, or NULL. Returns 1 if there was no memory. */
+/* Runs layers. x [rows, hidden], in place: the residual stream before and after them. `normed`: the first attention's input if the
+   first layer has no input norm (a drafter's). `next`: the linear that follows them, or NULL. Returns 1 if memory ran out. */
 int run_layers(const Layer *layers, const Cache *caches, long num_layers, const Batch *batch, float *x, const float *normed,
                const long *taps, long num_taps, float *tapped, const Linear *next) {
     pthread_mutex_lock(&pool.caller);
@@ -23,8 +24,8 @@ typedef struct {
     Linear gate_up, down;
 } Expert;
 
-/* out [rows, hidden] += Σ_k weight_k · expert_k(x). Each row's experts are added in the order of their numbers, so that no row
-   depends on where the others go. Returns 1 if there was no memory. */
+/* out [rows, hidden] += Σ_k weight_k · expert_k(x). Each row's experts are added in the order of their indices, so that a row does not
+   depend on the experts of other rows. Returns 1 if memory ran out. */
 static int experts_locked(const Expert *experts, long num_experts, const float *x, const int64_t *chosen, const float *weights,
                           float *out, long rows, long per_row, int threads) {
     long hidden = experts->down.outputs, middle = experts->down.inputs;
@@ -63,12 +64,12 @@ void run_linear(const Linear *linear, const float *x, float *out, long rows, int
     pthread_mutex_unlock(&pool.caller);
 }
 
-/* Bytes of the panels of `outputs` rows of a block format; 0 for formats that have none. */
+/* Bytes of the panels of `outputs` rows of a block format; 0 for formats without panels. */
 long packed_bytes(int format, long inputs, long outputs) {
     return strips_of(format) ? (outputs + PANEL - 1) / PANEL * panel_bytes(format, inputs, 0) : 0;
 }
 
-/* Rows of a file, `row_bytes` apart, into panels. */
+/* Packs rows of a file, `row_bytes` apart, into panels. */
 void pack_blocks(int format, const void *file, long row_bytes, long inputs, long outputs, void *panels, int threads) {
     Packing packing = {format, file, row_bytes, inputs, outputs, panels};
     pthread_mutex_lock(&pool.caller);
@@ -76,7 +77,7 @@ void pack_blocks(int format, const void *file, long row_bytes, long inputs, long
     pthread_mutex_unlock(&pool.caller);
 }
 
-/* out [count, inputs]: rows of a table of `outputs` as it lies in a file. Returns 1 if there is no such row. */
+/* out [count, inputs]: rows of a table with `outputs` rows in a file's format. Returns 1 if there is no such row. */
 int look_up(int format, const void *table, long row_bytes, long inputs, long outputs, const int64_t *rows, long count, float *out) {
     for (long i = 0; i < count; i++)
         if (rows[i] < 0 || rows[i] >= outputs) return 1;
@@ -91,7 +92,7 @@ typedef struct {
 } Best;
 
 static void best_of_row(const void *task, long r) {
-    enum { BLOCK = 1024 };  /* only the block that has it is searched */
+    enum { BLOCK = 1024 };  /* the index is searched only in the block that contains the maximum */
     const Best *best = task;
     const float *row = best->logits + r * best->size;
     float highest = row[0], total = 0.0f;
@@ -138,7 +139,7 @@ typedef struct {
 } Target;
 
 /* A target's pass: x [rows, size], the residual stream after the layers; `tapped`: see `layers_locked`; logits [count, vocab] of the
-   rows `wanted`. Returns 1 if there was no memory, 2 if there is no such token. */
+   rows `wanted`. Returns 1 if memory ran out, 2 if there is no such token. */
 int run_target(const Target *target, const Batch *batch, const int64_t *tokens, const long *taps, long num_taps, float *tapped,
                const long *wanted, long count, float *x, float *logits) {
     long size = target->embeddings.size, rows = batch->rows;
@@ -168,14 +169,14 @@ typedef struct {
     long num_layers;
     /* For chains: */
     long num_taps, tap_size;
-    const float *whole_norm;   /* of the taps side by side, or NULL */
-    const float **tap_norms;   /* of each, or NULL */
+    const float *whole_norm;   /* norm of the concatenated taps, or NULL */
+    const float **tap_norms;   /* norm of each tap, or NULL */
     Linear fc, head;
-    const int64_t *target_ids; /* of the head's outputs */
+    const int64_t *target_ids; /* target token ids of the head's outputs */
 } Drafter;
 
 /* A draft step: tokens with the states h [rows, size] that they are paired with. x [rows, size]: the residual stream after the
-   layers; out: its norm. Returns 1 if there was no memory, 2 if there is no such token. */
+   layers; out: its norm. Returns 1 if memory ran out, 2 if there is no such token. */
 int run_drafter(const Drafter *drafter, const Batch *batch, const int64_t *tokens, const float *h, float *x, float *out) {
     long size = drafter->embeddings.size, rows = batch->rows, numbers = rows * size;
     float *pairs = malloc(3 * numbers * sizeof(float)), *embedded = pairs + 2 * numbers;
@@ -193,7 +194,7 @@ int run_drafter(const Drafter *drafter, const Batch *batch, const int64_t *token
     return failed;
 }
 
-/* What `fc` reads: the taps of each row side by side, normed together or one by one. */
+/* The inputs of `fc`: the concatenated taps of each row, normed together or one by one. */
 static void join_taps(const Drafter *drafter, const float **taps, long rows, float *out) {
     long size = drafter->tap_size, width = drafter->num_taps * size;
     for (long t = 0; t < drafter->num_taps; t++) {
@@ -203,9 +204,9 @@ static void join_taps(const Drafter *drafter, const float **taps, long rows, flo
     if (drafter->whole_norm) rms_norm(out, drafter->whole_norm, out, rows, width, width, drafter->eps);
 }
 
-/* Synchronises one sequence with the target's states (`taps`, [rows, tap_size] each) and drafts a chain: up to `limit` tokens, while
-   the product of their probabilities, each times `covered`, stays at or above `threshold`. The sequence's last run reaches past what
-   is drafted. Returns how many tokens there are; 0 if there was no memory, -1 if there is no such token. */
+/* Syncs one sequence with the target's states (`taps`, [rows, tap_size] each) and drafts a chain: up to `limit` tokens, while the
+   product of their probabilities, each times `covered`, stays at or above `threshold`. The sequence's last run must have slots for the
+   drafted tokens. Returns the number of drafted tokens; 0 if memory ran out, -1 if there is no such token. */
 long draft_chain(const Drafter *drafter, const Batch *synced, const int64_t *tokens, const float **taps, long limit, double threshold,
                  double covered, int64_t *drafted, double *confidences) {
     long size = drafter->embeddings.size, rows = synced->rows, width = drafter->num_taps * drafter->tap_size, outputs = drafter->head.outputs;

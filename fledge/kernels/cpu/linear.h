@@ -1,25 +1,25 @@
-/* Linear layers, fp32 in and out, with weights in several formats. At a few rows a linear is bound by reading its weights: half
-   the bytes is half the time, and further rows cost little. A row's result does not depend on how many rows there are.
+/* Linear layers, fp32 in and out, with weights in several formats. With few rows a linear is bound by reading its weights: half
+   the bytes take half the time, and further rows cost little. A row's result does not depend on the number of rows.
 
-   Panels hold the weights of PANEL outputs side by side, the last one padded with zeros:
+   Panels hold the weights of PANEL outputs side by side, the last panel padded with zeros:
 
        F32, F16, BF16      [outputs / PANEL][inputs][PANEL]
-       groups              [outputs / PANEL][inputs / group] of fp16 scales[PANEL], offsets[PANEL] (nibbles alone: fp16, or fp32
+       groups              [outputs / PANEL][inputs / group] of fp16 scales[PANEL], offsets[PANEL] (only with nibbles: fp16, or fp32
                            in the format with wide offsets), and
                                bytes:   codes[group / 2][PANEL][2]
                                nibbles: words[group / 8][PANEL] of eight inputs; the nibbles i and i + 4 are the inputs 2 i, 2 i + 1
        GGUF's blocks       blocks.h
 
-   In groups a code times its scale, plus its offset, is the weight. Codes meet activations in 16-bit fixed point, a scale a
-   group: their sums are exact integers, and the rounding (2^-16 of a group's largest) is far below that of fp16 weights. */
-/* AHEAD_BYTES: how far ahead blocks are loaded. From memory at 10 KB instead of 4: a row of a 135M target takes 6 % less time, of a
-   0.5B one 10 %; 16 KB and more lose again, as they push each other out of the first cache. */
+   In groups, a weight is its code times the scale, plus the offset. Codes are multiplied with activations in 16-bit fixed point, one
+   scale per group: sums are exact integers, and the rounding (2^-16 of a group's largest) is far below that of fp16 weights. */
+/* AHEAD_BYTES: how far ahead blocks are prefetched. With 10 KB instead of 4 and weights in memory, a row of a 135M target takes 6 % less
+   time, of a 0.5B one 10 %; 16 KB and more are slower again, as prefetched lines evict each other from the L1 cache. */
 enum { PANEL = 32, VECTORS = PANEL / WIDTH, AHEAD = 24, AHEAD_BYTES = 10240 };
-/* DO(R, …) for every number of rows R up to the largest */
+/* Calls DO(R, …) for every number of rows R up to the largest */
 #define UP_TO_3(DO, ...) DO(1, __VA_ARGS__) DO(2, __VA_ARGS__) DO(3, __VA_ARGS__)
 #define UP_TO_4(DO, ...) UP_TO_3(DO, __VA_ARGS__) DO(4, __VA_ARGS__)
 #define UP_TO_8(DO, ...) UP_TO_4(DO, __VA_ARGS__) DO(5, __VA_ARGS__) DO(6, __VA_ARGS__) DO(7, __VA_ARGS__) DO(8, __VA_ARGS__)
-/* Rows whose sums fit the registers; of blocks, whose panels are computed WIDTH outputs at a time, more. */
+/* Rows whose sums fit the registers; more with block formats, whose panels are computed WIDTH outputs at a time. */
 #if defined(__AVX512BW__)
 enum { ROWS = 8, BLOCK_ROWS = 8 };
 #define FOR_ROWS UP_TO_8
@@ -33,10 +33,10 @@ enum { ROWS = 3, BLOCK_ROWS = 8 };
 #define FOR_ROWS UP_TO_3
 #define FOR_BLOCK_ROWS UP_TO_8
 #endif
-enum { CHUNK = 8 };  /* rows taken through a panel at a time */
+enum { CHUNK = 8 };  /* rows that are multiplied with a panel at a time */
 
-/* Starts to load weights. `streamed`: they are read once a pass and fill no cache but the first. A target larger
-   than the last cache is never found there again: its weights are kept out, and its drafter's and the activations stay. */
+/* Prefetches weights. `streamed`: into no cache but L1. A target larger than the last-level cache is evicted before the next pass
+   anyway: keeping its weights out of the caches leaves room for the drafter's weights and the activations. */
 static inline void load_ahead(const void *weights, long bytes, int streamed) {
     for (long line = 0; line < bytes; line += 64)
         if (streamed) __builtin_prefetch((const char *)weights + line, 0, 0);
@@ -46,7 +46,7 @@ static inline void load_ahead(const void *weights, long bytes, int streamed) {
 #include "blocks.h"
 #include "block_linear.h"
 
-/* Outputs of one format, in panels of their own. */
+/* The outputs of a linear that have one format, in panels of their own. */
 typedef struct {
     const void *panels;
     long outputs, format;
@@ -59,18 +59,18 @@ typedef struct {
     long num_parts;
     const float *bias;  /* or NULL */
     long inputs, outputs;
-    long group;         /* of formats in groups: inputs that share a scale, up to 512 */
-    const int64_t *order;  /* of formats in groups: the input that each column reads; NULL: its own */
+    long group;         /* in formats with groups: inputs that share a scale, up to 512 */
+    const int64_t *order;  /* in formats with groups: the input that each column reads; NULL: in order */
     long streamed;         /* few rows read the weights without keeping them in the caches */
 } Linear;
 
-/* Memory that is requested while something else is computed, in shares. */
+/* Memory that is prefetched, in shares, while something else is computed. */
 typedef struct {
     void (*request)(const void *what, long share, long shares);
     const void *what;
 } Ahead;
 
-/* The linear that comes next, or NULL; gated: its panels go in pairs. */
+/* The next linear, or NULL; gated: its panels are processed in pairs. */
 typedef struct {
     const Linear *linear;
     int gated;
@@ -82,15 +82,15 @@ typedef struct {
     const int16_t *fixed;   /* x in fixed point, for groups: */
     const float *scales;    /* [rows, groups] */
     const float *sums;      /* [rows, groups] of x */
-    Activations *in_bytes;  /* x in 8 bits, for blocks; NULL: not yet */
-    Activations *out_bytes; /* of gates: their outputs in 8 bits too, or NULL */
+    Activations *in_bytes;  /* x in 8 bits, for blocks; NULL: not quantised yet */
+    Activations *out_bytes; /* gated only: where outputs are also stored in 8 bits, or NULL */
     float *out;
     long rows;
-    int add;                /* to what is in `out` already */
-    int gelu;               /* of gates: gelu (tanh) instead of silu */
+    int add;                /* adds the result to `out` */
+    int gelu;               /* gated only: gelu (tanh) instead of silu */
     const Ahead *ahead;     /* or NULL */
-    Next next;              /* is requested while threads wait for each other */
-    int streamed;           /* the linear's, off where more rows than ROWS read a panel again */
+    Next next;              /* prefetched while threads wait for each other */
+    int streamed;           /* as in the linear; off if there are more rows than ROWS, which read each panel more than once */
 } Product;
 
 static inline int is_grouped(long format) {
@@ -116,7 +116,7 @@ static inline long panel_bytes(long format, long inputs, long group) {
     }
 }
 
-/* out[r][PANEL] = panel · x[row + r], for a number of rows known at compile time: sums stay in registers. */
+/* out[r][PANEL] = panel · x[row + r]. The number of rows is known at compile time, so that sums stay in registers. */
 #define FOR_ALL(R) for (int r = 0; r < R; r++) for (int v = 0; v < VECTORS; v++)
 #define PANEL_OF(R, WEIGHT, WIDEN)                                                                                        \
     static void WEIGHT##_panel_##R(const Product *product, long row, const void *weights, float *out) {                   \
@@ -165,7 +165,7 @@ static inline long panel_bytes(long format, long inputs, long group) {
     }
 #define PAIRS_OF_BYTES(panel, i, v) widen_pairs((const byte *)panel + 2 * (i * PANEL + v * WIDTH))
 #define PAIRS_OF_NIBBLES(panel, i, v) (((const words *)panel)[v] >> 4 * i & 0x000f000f)
-typedef struct { byte pair[2]; } nibble;  /* any type but a byte */
+typedef struct { byte pair[2]; } nibble;  /* the macros tell the formats apart by the type's size */
 typedef struct { byte pair[3]; } wide_nibble;
 
 #define PANEL_NAME(R, WEIGHT) WEIGHT##_panel_##R,
@@ -180,13 +180,13 @@ PANELS_OF(GROUPED_PANEL_OF, byte, PAIRS_OF_BYTES)
 PANELS_OF(GROUPED_PANEL_OF, nibble, PAIRS_OF_NIBBLES)
 PANELS_OF(GROUPED_PANEL_OF, wide_nibble, PAIRS_OF_NIBBLES)
 
-/* Even blocks: a last one of a single row would wait for its own sums. */
+/* The rows of the next block, in blocks of even size: a last block of one row would be slow, as each sum waits for the one before. */
 static inline long next_rows(long left, long most) {
     long blocks = (left + most - 1) / most;
     return (left + blocks - 1) / blocks;
 }
 
-/* The part that has panel `index`; *first and *width: the panel's outputs. */
+/* The part that contains panel `index`, which becomes an index into the part; *first and *width: the panel's outputs. */
 static const Part *find_panel(const Linear *linear, long *index, long *first, long *width) {
     const Part *part = linear->parts;
     for (*first = 0; *index >= part_panels(part); part++) *index -= part_panels(part), *first += part->outputs;
@@ -195,7 +195,7 @@ static const Part *find_panel(const Linear *linear, long *index, long *first, lo
     return part;
 }
 
-/* Starts to load the first bytes of a panel that does not follow the one before in memory. */
+/* Prefetches the first bytes of a panel that does not follow the previous one in memory. */
 static inline void fetch_start(const Product *product, long index) {
     const Linear *linear = product->linear;
     long first, width;
@@ -204,7 +204,7 @@ static inline void fetch_start(const Product *product, long index) {
     load_ahead(weights, AHEAD_BYTES, product->streamed);
 }
 
-/* Has the thread that took the `number`th stretch request the beginning of its share of the next linear when it waits: threads wait
+/* Makes the thread that took the `number`th stretch prefetch the beginning of its share of the next linear while it waits: threads wait
    for an eighth of a pass, and memory would be idle. A plain step of a 135M target takes 5-8 % less time, one of four rows 3 %. */
 static void expect(Next next, long number, long threads) {
     enum { BYTES = 65536 };
@@ -262,10 +262,10 @@ static void product_panel(const void *task, long index) {
     }
 }
 
-/* Memory that is kept between calls and grows. */
+/* A buffer that is kept between calls and grows. */
 typedef struct { void *at; size_t bytes; } Memory;
 
-/* At least `bytes` of it; what it held is lost. Without so many: NULL, or the end of the process if there is a `purpose`. */
+/* Returns at least `bytes` of memory; the content is lost. If memory runs out: NULL, or abort() if a `purpose` is given. */
 static void *at_least(Memory *memory, size_t bytes, const char *purpose) {
     if (bytes > memory->bytes) {
         free(memory->at);
@@ -279,9 +279,9 @@ static void *at_least(Memory *memory, size_t bytes, const char *purpose) {
     return memory->at;
 }
 
-static Memory activations;  /* whoever holds the pool's lock has it */
+static Memory activations;  /* used only while holding the pool's lock */
 
-/* Activations in fixed point, for weights in groups. */
+/* Converts activations to fixed point, for weights in groups. */
 static void to_fixed_point(Product *product) {
     const Linear *linear = product->linear;
     long numbers = product->rows * linear->inputs, groups = numbers / linear->group, in_row = linear->inputs / linear->group;
@@ -316,14 +316,14 @@ static void quantise_row_of(const void *task, long row) {
     quantise_row(product->x + row * inputs, product->in_bytes, row, product->rows, inputs);
 }
 
-/* Activations in 8 bits, for blocks. */
+/* Quantises activations to 8 bits, for block formats. */
 static void quantise(Product *product, int threads) {
     size_t bytes = product->rows * (product->linear->inputs / UNIT) * sizeof(Activations);
     product->in_bytes = at_least(&activations, bytes, "a linear's activations");
     parallel(quantise_row_of, product, product->rows, threads);
 }
 
-/* Whether any of its weights lie in blocks. */
+/* Whether any of its weights have a block format. */
 static int in_blocks(const Linear *linear) {
     for (long i = 0; i < linear->num_parts; i++)
         if (strips_of((int)linear->parts[i].format)) return 1;
@@ -356,13 +356,13 @@ INLINE void apply_gates(const int gelu, float *gate, const float *up, long rows)
         for (long i = 0; i < PANEL; i++) gate[i] = activated(gate[i], gelu) * up[i];
 }
 
-/* gate_up holds the gates' outputs, then the ups'; both in whole panels. out [rows, outputs / 2] = silu(gate) · up, or gelu. A panel
-   of outputs is a unit of activations. */
+/* out [rows, outputs / 2] = silu(gate) · up, or gelu. gate_up has the gates' outputs, then the ups', both in whole panels. A panel of
+   outputs is a unit of activations. */
 static void gated_panel(const void *task, long index) {
     const Product *product = task;
     const Linear *linear = product->linear;
     long size = linear->outputs / 2;
-    /* Small panels: what was loaded ahead of a panel of gates is still there after one of ups. */
+    /* Small panels need no prefetch: data prefetched beyond a panel of gates is still cached after a panel of ups. */
     int is_large = panel_bytes(linear->parts->format, linear->inputs, linear->group) > 2 * AHEAD_BYTES;
     float gate[CHUNK * PANEL], up[CHUNK * PANEL];
     for (long row = 0, rows; row < product->rows; row += rows) {
@@ -371,7 +371,7 @@ static void gated_panel(const void *task, long index) {
         one_panel(product, index, row, rows, gate);
         if (!row && is_large && index + 1 < size / PANEL) fetch_start(product, index + 1);
         one_panel(product, index + size / PANEL, row, rows, up);
-        /* All rows first, then their units: no unit waits for its own row's chain of operations. */
+        /* All rows are activated before any is quantised, so that quantising does not wait for the same row's activation. */
         if (product->gelu) apply_gates(1, gate, up, rows);
         else apply_gates(0, gate, up, rows);
         for (long r = 0; r < rows; r++) {
@@ -413,7 +413,7 @@ static void pack_panel(const void *task, long index) {
     }
 }
 
-/* Weights of a row of the file: all formats but ours. */
+/* The weights of a row of the file as floats: all formats except Fledge's own. */
 static void row_weights(int format, const uint8_t *row, long inputs, float *out) {
     long step = file_block_bytes(format), per_block = file_block_inputs(format) / UNIT;
     switch (format) {

@@ -1,6 +1,6 @@
-/* A pool of threads for work of microseconds: idle ones spin for a while before they sleep. Each takes one large stretch of
-   neighbouring items, whose memory is read in one go, and then small ones while there are any: a core that is busy elsewhere
-   takes fewer. The caller is one of the threads. One caller at a time. */
+/* A thread pool for tasks of microseconds: idle threads spin for a while before they sleep. Each takes one large stretch of
+   contiguous items, whose memory is read sequentially, and then small ones while there are any: a core that is busy with other work
+   takes fewer. The caller is one of the threads. There is one caller at a time. */
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -14,13 +14,13 @@
 #endif
 
 enum { MAX_THREADS = 256, SPINS = 20000 };  /* about 0.2 ms: longer than the host takes between two layers */
-/* Eighths of the items that go in the large stretches. Four equal stretches a thread took 4-5 % longer a pass. */
+/* Eighths of the items that are in the large stretches. With four equal stretches per thread a pass took 4-5 % longer. */
 enum { LARGE_EIGHTHS = 7 };
 
 typedef void (*Work)(const void *task, long item);
-typedef void (*After)(const void *task, long number, long threads);  /* of each thread's large stretch */
+typedef void (*After)(const void *task, long number, long threads);  /* called after each thread's large stretch */
 
-/* Memory that this thread will read next: it requests it while it waits. `streamed`: past the caches that others need. */
+/* Memory that this thread will read next, which it prefetches while it waits. `streamed`: only into the L1 cache. */
 static __thread struct { const char *at, *end; int streamed; } expected;
 
 static inline void wait_a_little(void) {
@@ -32,14 +32,14 @@ static inline void wait_a_little(void) {
 static struct {
     pthread_mutex_t caller, sleep;
     pthread_cond_t wake;
-    int num_threads;       /* started, besides the caller */
+    int num_threads;       /* threads that were started, without the caller */
     atomic_int sleepers;
     atomic_ulong ticket;   /* round << 32 | stretches left to take: a new round means that there is work */
-    atomic_long unfinished;/* stretches not done: only those that were taken are waited for, not threads that got no core */
-    /* Of the round; they stay as they are while any of its stretches is unfinished. */
+    atomic_long unfinished;/* stretches not done: the caller waits for these, not for threads that got no core */
+    /* The current round's values; they do not change while any of its stretches is unfinished. */
     atomic_int helpers;    /* threads that take items */
     atomic_long num_items;
-    atomic_long large, small;  /* items of each thread's first stretch, and of those that are left then */
+    atomic_long large, small;  /* items of each thread's first stretch, and of each later one */
     _Atomic(Work) work;
     _Atomic(const void *) task;
     _Atomic(After) after;  /* or NULL */
@@ -52,8 +52,8 @@ static long num_stretches(long num_items, long large, long small, long threads) 
     return threads + (num_items - threads * large + small - 1) / small;
 }
 
-/* A stretch is taken by exchanging the whole ticket. A thread that comes late, with a ticket of a round that has ended, fails
-   to; so what it read of the round is used only if the round was on all the while. */
+/* A stretch is taken by a compare-and-exchange of the whole ticket. It fails for a late thread whose round has ended; so the values
+   that a thread read are used only if they all belong to the current round. */
 static void take_items(void) {
     unsigned long ticket = atomic_load(&pool.ticket), left;
     while ((left = ticket & 0xffffffffUL)) {
@@ -93,8 +93,8 @@ static void *helper(void *argument) {
     return NULL;
 }
 
-/* Threads do not survive a fork, and the condition variable would still wait for those that slept. (Asking for the process id in
-   each round took 0.1 us: 40 us a pass of 30 layers.) */
+/* Called in a forked child: threads do not survive a fork, and the condition variable would still count those that slept. (Checking
+   the process id in each round instead took 0.1 us: 40 us per pass of 30 layers.) */
 static void forget_threads(void) {
     pool.caller = pool.sleep = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     pool.wake = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
@@ -121,7 +121,7 @@ static long large_stretch(long num_items, long threads) {
     return share > 1 ? share : 1;
 }
 
-/* work(task, 0 … num_items - 1), each once, in any order; returns when all are done. `after`: or NULL. */
+/* Calls work(task, 0 … num_items - 1), each once, in any order; returns when all are done. `after`: or NULL. */
 static void parallel_then(Work work, const void *task, After after, long num_items, int num_threads) {
     int helpers = num_threads - 1 < num_items - 1 ? num_threads - 1 : (int)num_items - 1;
     if (helpers > 0) start_threads(helpers);

@@ -1,7 +1,7 @@
-"""Weights in FP8 (e4m3): a scale for the tensor, for each output, or for each block of 128 outputs and 128 inputs.
+"""Weights in FP8 (e4m3), with a scale per tensor, per output, or per block of 128 outputs and 128 inputs.
 
-In memory, for kernels: codes float8_e4m3fn [O, I] and scales fp32 [O, I / G], G inputs sharing one. A scale for the tensor or
-the output is one group of all inputs; a block's scale is repeated for each of its outputs. value = code * scale.
+In memory, for kernels: codes float8_e4m3fn [O, I] and scales fp32 [O, I / G], one per group of G inputs. A scale per tensor or
+per output is one group of all inputs; a block's scale is repeated for each of its outputs. value = code * scale.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-LARGEST = 448.0  # of e4m3
+LARGEST = 448.0  # the largest number in e4m3
 
 
 def reads_fp8(device: torch.device) -> bool:
-    """Whether kernels of the device do: GPUs from Ada (8.9) on have the conversion."""
+    """Whether the device's kernels can read FP8: GPUs from Ada (8.9) on can convert it."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -30,13 +30,14 @@ class Fp8Weight:
         return (self.codes_OI.float() * scales).to(dtype)
 
     def rows(self, order: Tensor) -> Fp8Weight:
-        # Not every torch indexes float8.
+        # Some versions of torch cannot index float8.
         codes = self.codes_OI.view(torch.uint8)[order].view(self.codes_OI.dtype)
         return Fp8Weight(codes, self.scales_OG[order], self.group_size)
 
 
 def read_fp8(codes_OI: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Fp8Weight:
-    """`scales`: [] or [1], [O] or [O, 1]; with `block` (outputs, inputs) [O / block, I / block], the last perhaps partial."""
+    """Reads a checkpoint's FP8 weight. `scales`: [] or [1], [O] or [O, 1]; with `block` (outputs, inputs)
+    [O / block, I / block], where the last blocks may be partial."""
     outputs, inputs = codes_OI.shape
     scales = scales.float()
     if block is not None:
@@ -45,6 +46,6 @@ def read_fp8(codes_OI: Tensor, scales: Tensor, block: tuple[int, int] | None) ->
 
 
 def quantize_fp8(weight_OI: Tensor) -> Fp8Weight:
-    """Rounds to the nearest, a scale an output."""
+    """Quantises a weight to FP8, rounding to nearest, with one scale per output."""
     scales = (weight_OI.float().abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-12)
     return Fp8Weight((weight_OI.float() / scales).to(torch.float8_e4m3fn), scales, weight_OI.shape[1])

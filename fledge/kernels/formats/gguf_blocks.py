@@ -1,7 +1,7 @@
-"""GGUF's tensor formats: their sizes, and tensors as they lie in a mapped file.
+"""GGUF's tensor formats: their sizes, and tensors in a memory-mapped file.
 
-The bits of each format are in `cpu/blocks.h`. The kernels multiply blocks by activations of 8 bits, a scale for 32 of a row;
-F32, F16 and BF16 are multiplied by fp32 activations.
+The bit layout of each format is in `cpu/blocks.h`. The kernels multiply blocks by activations in 8 bits, with one scale per 32
+inputs of a row; F32, F16 and BF16 are multiplied by fp32 activations.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:  # A file is checked, and its tokenizer read, without torch: that takes longer to import than all of it.
+if TYPE_CHECKING:  # A file is checked, and its tokenizer read, without torch: importing torch takes longer than both.
     from torch import Tensor
 
 
 class Format(NamedTuple):
-    number: int  # in the file
-    inputs: int  # weights a block
-    num_bytes: int  # of a block
+    number: int  # GGUF's number of the format
+    inputs: int  # weights per block
+    num_bytes: int  # bytes per block
 
 
 FORMATS = {
@@ -45,7 +45,7 @@ PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # torch's name
 
 @dataclass(frozen=True)
 class Blocks:
-    """A tensor [outputs, inputs] (a vector: one output) as its file has it."""
+    """A tensor [outputs, inputs] (a vector: one output) in its file's format."""
 
     format: str
     inputs: int
@@ -64,17 +64,17 @@ class Blocks:
         return self.data.ctypes.data
 
     def rows(self, which: slice | np.ndarray) -> Blocks:
-        """Some of the rows where they are, or a copy of them in another order."""
+        """Selects rows: a view for a slice, a copy for indices."""
         return Blocks(self.format, self.inputs, self.data[which])
 
     def plain(self) -> Tensor:
-        """[outputs, inputs] of F32, F16 and BF16, in that type. A copy: the file is mapped for reading only."""
+        """A tensor of F32, F16 or BF16 as [outputs, inputs] in that type. A copy: the file is mapped read-only."""
         import torch
 
         return torch.from_numpy(self.data.copy()).view(getattr(torch, PLAIN[self.format]))
 
     def dequantised(self) -> Tensor:
-        """[outputs, inputs] in fp32, by the `gguf` package: the reference."""
+        """The tensor as fp32 [outputs, inputs], converted by the `gguf` package; the reference for the kernels."""
         if self.format in PLAIN:
             return self.plain().float()
         import gguf
@@ -84,7 +84,7 @@ class Blocks:
         return torch.from_numpy(np.asarray(values, dtype=np.float32)).view(self.outputs, self.inputs)
 
     def release(self) -> None:
-        """Gives the mapped pages back to the system; they are read from the file again if they are looked at."""
+        """Returns the mapped pages to the system; they are read from the file again on access."""
         owner = self.data
         while isinstance(owner, np.ndarray) and owner.base is not None:
             owner = owner.base

@@ -1,5 +1,5 @@
-"""Types of a KV cache's numbers. A tensor's own type says which: floats are themselves, bytes are Q8_0 blocks as in GGUF files
-(32 numbers: an fp16 scale and 32 signed bytes), of the head's size."""
+"""Number formats of a KV cache. The tensor's dtype selects the format: floats are stored as such, uint8 holds Q8_0 blocks as in
+GGUF files (32 numbers: an fp16 scale and 32 signed bytes)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KV_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": tor
 
 
 def width(head_dim: int, dtype: torch.dtype) -> int:
-    """Elements of the cache that hold one head of one token."""
+    """The number of cache elements that hold one head of one token."""
     if dtype != torch.uint8:
         return head_dim
     assert head_dim % BLOCK == 0, "refused before"
@@ -19,7 +19,7 @@ def width(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., head size] -> [..., width]. Each head of each token on its own: what is stored does not depend on the batch."""
+    """Converts [..., head size] to [..., width]. Each head of each token is encoded independently of the batch."""
     if dtype != torch.uint8:
         return x.to(dtype)
     blocks = x.float().unflatten(-1, (-1, BLOCK))
@@ -29,7 +29,7 @@ def encode(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def decode(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., width] -> [..., head size], as `dtype`."""
+    """Converts [..., width] to [..., head size] in `dtype`."""
     if stored.dtype != torch.uint8:
         return stored.to(dtype)
     blocks = stored.unflatten(-1, (-1, BLOCK_BYTES))

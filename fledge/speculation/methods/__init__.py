@@ -1,1 +1,1 @@
-"""Drafting methods, one a file."""
+"""The drafting methods, one per file."""

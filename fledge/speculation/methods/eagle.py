@@ -1,7 +1,7 @@
-"""The EAGLE drafter: synchronises with the target, then drafts a chain or a tree.
+"""The EAGLE drafter: syncs with the target, then drafts a chain or a tree.
 
-    EagleSpeculator               the eager executor's, on lists of requests
-    CapturedEagle, CapturedTree   in captured cycles, which must equal it: all state lies on the device
+    EagleSpeculator               for the eager executor, on lists of requests
+    CapturedEagle, CapturedTree   for captured cycles, with the same results: all state is on the device
 
 Worked example. The target has settled x0 … x4 and its pass covered x2 x3 x4 (positions 2, 3, 4), after which it chose x5:
     pairs (x3, g2) (x4, g3) (x5, g4)  at positions 2 3 4      `sync`: the drafter's cache is rebuilt from the target's states
@@ -42,7 +42,7 @@ log = logging.getLogger("fledge.speculation")
 
 
 class EagleSpeculator:
-    """Drafts with an EAGLE network. Its cache shares the target's pages: the pair at position t lies in slot t."""
+    """Drafts with an EAGLE network. Its cache uses the target's pages: the pair at position t is in slot t."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class EagleSpeculator:
         tree: TreeShape | None = None,
         coverage: float | None = None,
     ) -> None:
-        """`coverage`: of the training answers by the draft vocabulary, if it is recorded."""
+        """`coverage`: how much of the training answers the draft vocabulary covers, if recorded."""
         self.network, self.cache, self.depth, self.tree = network, cache, depth, tree
         self.taps = network.config.aux_layer_ids
         self.device = cache.keys.device
@@ -62,13 +62,13 @@ class EagleSpeculator:
         self.ops = eager_ops(network, cache)
         self.observer: DraftObserver | None = None
         self.seen_not_finite = False
-        # Drafts in its place while it has learnt too little; it follows the target meanwhile, to be ready at any step.
+        # Drafts instead of this network while that has learnt too little; the network is still synced, to be ready at any step.
         self.fallback: Drafter | None = None
         ids = torch.arange(network.config.draft_vocab_size, device=self.device)
         self.target_ids = network.target_ids(ids)
         self.target_id_list: list[int] = self.target_ids.tolist()
         is_whole = len(self.target_id_list) == network.config.vocab_size
-        self.coverage = VocabularyCoverage(None if is_whole else self.target_id_list, coverage)  # kept up by the controller
+        self.coverage = VocabularyCoverage(None if is_whole else self.target_id_list, coverage)  # updated by the controller
         self.column_of = {token: column for column, token in enumerate(self.target_id_list)}
 
     @property
@@ -76,13 +76,13 @@ class EagleSpeculator:
         return self.tree is None and self.fallback is None
 
     def forget(self, request: DraftedRequest) -> None:
-        """All state lies in the request's pages."""
+        """Forgets the request in the fallback; this drafter's own state is in the request's pages."""
         if self.fallback is not None:
             self.fallback.forget(request)
 
     def captured(self, batch: Rows, max_positions: int, max_depth: int) -> CapturedEagle:
         if self.depth.threshold:
-            log.info("depth auto: captured cycles draft to the depth that the load allows, without the confidence stop")
+            log.info("depth auto: on a GPU the depth follows the load; drafts do not stop early at low confidence")
         if self.network.config.mla is not None and max_depth >= MAX_CHAIN:
             raise UserError(f"a drafter with latent attention drafts at most {MAX_CHAIN - 1} tokens on a GPU, not {max_depth}")
         parts = (self.network, self.cache, batch, max_positions)
@@ -120,9 +120,9 @@ class EagleSpeculator:
         return drafts
 
     def _draft_in_one_call(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> list[Draft] | None:
-        """What `_draft` gives for a single greedy chain, by the CPU's kernels; None where they do not serve.
+        """The same as `_draft` for a single greedy chain, in one call of the C kernels; None if these do not support it.
 
-        Step by step from here it takes 0.3 ms more a draft of three tokens, of 1.4.
+        Run step by step from Python, a draft of three tokens takes 0.3 ms more than 1.4.
         """
         span = spans[0]
         rows, limit = span.rows, min(span.max_draft_tokens, self.depth.limit)
@@ -147,7 +147,7 @@ class EagleSpeculator:
         self.seen_not_finite = True
 
     def sync(self, spans: Sequence[AcceptedSpan], taps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Rebuilds the drafter's cache for the accepted tokens from the target's hidden states."""
+        """Writes the drafter's KV of the accepted tokens from the target's hidden states; returns the last step's outputs."""
         rows = [row for span in spans for row in span.rows]
         if rows != list(range(taps[0].shape[0])):
             taps = [take(tap, rows) for tap in taps]
@@ -201,7 +201,7 @@ class EagleSpeculator:
     def choose(self, logits: Tensor, requests: list[DraftedRequest], depth: int) -> tuple[list[int], list[float]]:
         """The next token of each chain and its probability: the likeliest, or drawn with the target's own noise.
 
-        Drafter and target draw a position with the same noise, so a drafter that is like the target draws the same token.
+        Drafter and target draw a position with the same noise, so a drafter close to the target draws the same token.
         """
         best, confidence = best_of(logits, probability=True)
         assert confidence is not None
@@ -214,14 +214,14 @@ class EagleSpeculator:
             row = logits[place : place + 1]
             drawn = int(picked(choose(row, SamplingState(*tensors), ids_V=self.target_ids), self.network.config.vocab_size)[0])
             column = self.column_of.get(drawn)
-            if column is None:  # no logit is a number
+            if column is None:  # the logits are NaN
                 continue
             chosen[place] = drawn
             confidence[place] = float(torch.softmax(row[0].float() / params.temperature, -1)[column])
         return chosen, confidence
 
     def grow_trees(self, items: list[AcceptedSpan], logits: Tensor, h: Tensor) -> list[Draft]:
-        """EAGLE-2: each level expands the `width` most likely nodes; of all nodes the most likely `nodes` are kept."""
+        """Grows EAGLE-2 trees: each level expands the `width` likeliest nodes; of all nodes the likeliest `nodes` are kept."""
         shape = self.tree
         assert shape is not None
         width = min(shape.width, logits.shape[-1])
@@ -261,28 +261,28 @@ class EagleSpeculator:
 
 
 def lookahead(depth: DepthPolicy, tree: TreeShape | None) -> int:
-    """Slots past the settled text: the pass that verifies holds the pending token and the draft, drafting holds its nodes."""
+    """KV slots needed after the settled text: for the pending token and the draft in verification, or for drafting's nodes."""
     if tree is None:
         return depth.limit + 1
     return max(tree.nodes + 1, tree.width * (depth.limit - 1))
 
 
 class CapturedEagle:
-    """A chain of drafted tokens."""
+    """Drafts chains with an EAGLE network in captured cycles."""
 
     follows_plain_cycles = False
     reads_text = False
     adjusts_drafts = True
 
     def __init__(self, network: EagleDrafter, cache: PagedKV, batch: Rows, max_positions: int) -> None:
-        """The cache shares the target's pages: the pair at position t lies in slot t."""
+        """`cache`: uses the target's pages: the pair at position t is in slot t."""
         config, device = network.config, cache.keys.device
         if config.hidden_size != config.target_hidden_size and not config.own_embedding:
-            raise UserError("the drafter's hidden size differs from the target's embedding: it needs one of its own")
+            raise UserError("the drafter's hidden size differs from the target's, so it needs an embedding of its own")
         self.network, self.cache, self.batch = network, cache, batch
         self.taps = config.aux_layer_ids
         self.ops = CudaOps(cache, network.rotary.device_table(max_positions, device))
-        # The drafter's output for the last accepted pair, before its final norm. An inactive row's must be finite.
+        # The drafter's output for the last accepted pair, before its final norm. It must be finite even in inactive rows.
         self.states_RD = torch.zeros(len(batch.seed), config.hidden_size, dtype=network.norm.weight.dtype, device=device)
         self.row_state = [self.states_RD]
         self.target_ids = None
@@ -298,17 +298,17 @@ class CapturedEagle:
         self.states_RD.index_copy_(0, rows_S, self.pair(aux, following_N, meta)[last_S])
 
     def sync(self, aux: Sequence[Tensor], accepted: Accepted, pages_BP: Tensor) -> None:
-        """Rebuilds the cache for the accepted tokens from the target's hidden states, and keeps each row's new state."""
+        """Writes the drafter's KV of the accepted tokens from the target's hidden states, and keeps each row's new state."""
         starts, counts = accepted.starts_B, accepted.counts_B
         states = self.pair(aux, accepted.tokens_BT.flatten(), AttentionMetadata.decode(pages_BP, starts, counts))
         keep_last(states, counts, self.states_RD)
 
     def pair(self, aux: Sequence[Tensor], tokens_N: Tensor, meta: AttentionMetadata) -> Tensor:
-        """The states of all positions: each token with the hidden states of the position before it."""
+        """Runs the drafter on pairs of each token and the hidden states of the position before; returns its states."""
         return self.run(self.inputs(self.network.fuse(aux, self.ops), tokens_N), meta)
 
     def draft(self, pages_BP: Tensor, depth: int, *, sampled: bool) -> Drafted:
-        """Writes all drafted tokens but the last to the batch's `drafts`; the last stays a partial argmax."""
+        """Drafts a chain: writes its tokens to the batch's `drafts`, except the last, which stays a partial argmax."""
         batch, state, size = self.batch, self.batch.rows, len(pages_BP)
         draws = batch.draws(slice(size), truncated=False) if sampled else None
         h = self.states_RD[:size]
@@ -330,14 +330,14 @@ class CapturedEagle:
         return network.inputs(tokens, h, self.ops, output_norm=output_norm, step=step, **rows)
 
     def run(self, inputs: DraftInputs, meta: AttentionMetadata, ops: Ops | None = None) -> Tensor:
-        """The states before the final norm. `ops`: None: its own; a probe has others."""
+        """Runs the layers up to the states before the final norm. `ops` None: this method's own; a probe passes others."""
         return self.network.run(inputs, meta, ops or self.ops)
 
 
 class CapturedTree(CapturedEagle):
-    """EAGLE-2's dynamic tree, always to the full depth: a graph has one shape."""
+    """Drafts EAGLE-2's dynamic trees in captured cycles, always to the full depth, because a graph has a fixed shape."""
 
-    adjusts_drafts = False  # counts and grammars would have to fork at every node
+    adjusts_drafts = False  # token counts and grammar states would differ for every node
 
     def __init__(
         self,
@@ -349,7 +349,7 @@ class CapturedTree(CapturedEagle):
         max_depth: int,
         covered: float = 1.0,
     ) -> None:
-        """`covered`: share of the target's tokens that the draft vocabulary can name, when the graphs are recorded."""
+        """`covered`: the share of the target's tokens that are in the draft vocabulary, fixed when graphs are recorded."""
         super().__init__(network, cache, batch, max_positions)
         check_shape(shape, max_depth)
         self.shape, self.log_covered = shape, math.log(covered)

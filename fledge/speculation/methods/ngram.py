@@ -1,4 +1,4 @@
-"""N-gram drafting: what followed the last few tokens before. No network; good for text that repeats its prompt."""
+"""N-gram drafting: proposes the tokens that followed the last few tokens earlier. Good if an answer repeats its prompt."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class NgramSpeculator:
 
 
 class _NgramIndex:
-    """Where each n-gram of a growing text last ended, kept up to date as the text grows."""
+    """The position at which each n-gram of a growing text last ended."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.sizes = range(longest, shortest - 1, -1)
         self.last_end: dict[tuple[int, ...], int] = {}
-        self.num_indexed = 0  # n-grams that end before this place are in
+        self.num_indexed = 0  # n-grams that end before this position are indexed
 
     def lookup(self, tokens: list[int], count: int) -> list[int]:
-        # The n-gram at the very end is looked up before it is indexed, so that it never finds itself.
+        # The n-gram at the text's end is indexed only by the next call, so that it never finds itself.
         for end in range(self.num_indexed, len(tokens)):
             for size in self.sizes:
                 if end >= size:
@@ -67,7 +67,8 @@ class _NgramIndex:
 
 
 class CapturedNgram:
-    """Reads the rows' texts, which `kernels.accept` keeps up to date: it has no state of its own, and is never stale."""
+    """Drafts n-grams in captured cycles. It reads the rows' texts, which `kernels.accept` keeps up to date, so it has no state
+    of its own and no row gets stale."""
 
     taps: tuple[int, ...] = ()
     row_state: Sequence[Tensor] = ()
@@ -77,7 +78,7 @@ class CapturedNgram:
     cache = None
 
     def __init__(self, batch: Rows, drafter: NgramSpeculator) -> None:
-        """`drafter`: says how many tokens are looked up; read when a cycle is recorded."""
+        """`drafter`: gives the n-gram sizes, which are read when a cycle is recorded."""
         self.batch, self.drafter = batch, drafter
 
     def num_drafted(self, depth: int) -> int:
@@ -86,7 +87,7 @@ class CapturedNgram:
     def prefill(
         self, aux: Sequence[Tensor], following_N: Tensor, meta: AttentionMetadata, rows_S: Tensor, last_S: Tensor
     ) -> None:
-        """The text is in its row already."""
+        """Does nothing: the text is in its row already."""
 
     def draft(self, pages_BP: Tensor, depth: int, *, sampled: bool) -> Drafted:
         state, size = self.batch.rows, len(pages_BP)
@@ -97,4 +98,4 @@ class CapturedNgram:
         return Drafted()
 
     def sync(self, aux: Sequence[Tensor], accepted: Accepted, pages_BP: Tensor) -> None:
-        """Nothing to do: the accepted tokens are in the text."""
+        """Does nothing: the accepted tokens are in the text already."""

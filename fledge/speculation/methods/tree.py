@@ -1,18 +1,18 @@
-"""EAGLE-2's dynamic draft tree: in fixed shapes for a captured cycle, and on the host (`GrowingTree`), where they grow alike.
+"""EAGLE-2's dynamic draft trees: in fixed shapes for captured cycles, and on the host (`GrowingTree`), with equal results.
 
-B rows, W nodes expanded a level, N nodes verified, T = 1 + N rows of a verification pass (the pending token's first).
+B rows, W nodes expanded per level, N nodes verified, T = 1 + N rows of a verification pass (the pending token's first).
 
-    grow_tree     the W likeliest tokens; then the W best nodes of each level get W children each; of all the best N are kept
-    (verify)      the target reads T tokens a row; `verify_attention` says where they lie and what they see
-    accept_tree   from the root, as long as a child is the token that the target chose
-    collapse      the walked path as a chain: the rest of the cycle (`kernels.accept`, stop ids, limits) knows no trees
+    grow_tree     the W likeliest tokens; then the W best nodes of each level get W children each; keeps the best N of all
+    (verify)      the target reads T tokens per row; `verify_attention` gives their slots and mask
+    accept_tree   walks from the root as long as a child is the token that the target chose
+    collapse      turns the walked path into a chain, so that the rest of the cycle (`kernels.accept`, …) needs no trees
 
-The text of a row is settled up to `starts` = its length - 1; the pending token is verified there. Behind it lie the nodes:
+The text of a row is settled up to `starts` = its length - 1; the pending token is verified there. The nodes follow:
 
     target's cache    | settled | pending | node 0 | … | node N - 1 |
     drafter's cache   | settled | W nodes of level 1 | W nodes of level 2 | …       only nodes that are expanded
 
-Nothing but `GrowingTree` waits for the device or looks at a value.
+Only `GrowingTree` waits for the device or reads values on the host.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 
 
 class TreeDraft(NamedTuple):
-    """Draft trees of B rows. Nodes are in the order of their levels, so that a parent comes before its children."""
+    """Draft trees of B rows. Nodes are sorted by level, so that a parent comes before its children."""
 
     tokens_BN: Tensor  # int64
-    parents_BN: Tensor  # int64: index of the node before; -1: follows the pending token
+    parents_BN: Tensor  # int64: index of the parent node; -1: the pending token
     depths_BN: Tensor  # int64, from 1: a node's position is `starts` + depth
     tail_bits_BT: Tensor  # int64: which of the T new tokens each of them sees; see `kernels.decode_attention`
 
 
 class Frontier(NamedTuple):
-    """The nodes that a level expands, as the drafter reads them."""
+    """The nodes that a level expands, as inputs of the drafter."""
 
     tokens_BW: Tensor
     h_BWD: Tensor  # the states that they are paired with
     offset: int  # their position is `starts` + offset
     tail_bits_BW: Tensor  # which of the last `tail` keys each of them sees
-    tail: int  # keys behind the settled text, the frontier's own included, which are the last
+    tail: int  # number of keys after the settled text, ending with the frontier's own
 
 
 # One pass of the drafter over a frontier: logits [B, W, V] over the draft vocabulary, and the states [B, W, D] to be fed back.
@@ -59,12 +59,12 @@ DraftStep = Callable[[Frontier], tuple[Tensor, Tensor]]
 
 
 class TreePath(NamedTuple):
-    rows_BT: Tensor  # int64 [B, depth + 1], of the verification pass: 0, then 1 + node; after the end the last again
-    counts_B: Tensor  # int32: nodes on the path; 0 where the row is empty
+    rows_BT: Tensor  # int64 [B, depth + 1], rows of the verification pass: 0, then 1 + node; after the end the last is repeated
+    counts_B: Tensor  # int32: nodes on the path; 0 for an empty row
 
 
 def check_shape(shape: TreeShape, max_depth: int) -> None:
-    """Refuses a tree whose expanded nodes are more than the attention kernel's mask has bits."""
+    """Raises if a tree expands more nodes than the attention kernel's mask has bits."""
     if shape.width * (max_depth - 1) > MAX_TAIL:
         raise UserError(
             f"a draft tree of width {shape.width} and depth {max_depth} expands {shape.width * (max_depth - 1)} nodes; "
@@ -82,16 +82,16 @@ def grow_tree(
     target_ids_V: Tensor | None = None,
     log_covered: Tensor | float = 0.0,
 ) -> TreeDraft:
-    """Drafts a tree of `depth` levels a row. `logits_BV`, `h_BD`: the drafter's output for the last settled pair.
+    """Drafts a tree of `depth` levels per row. `logits_BV`, `h_BD`: the drafter's output for the last settled pair.
 
-    `target_ids_V`: what a draft vocabulary's ids stand for. `log_covered`: logarithm of the share of the target's probability
-    that lies on tokens which can be drafted, a number or [B, 1].
+    `target_ids_V`: the target ids of a draft vocabulary's ids. `log_covered`: logarithm of the share of the target's
+    probability on tokens in the draft vocabulary, a number or [B, 1].
     """
     batch, width, device = len(logits_BV), min(shape.width, logits_BV.shape[-1]), logits_BV.device
     rank_W = torch.arange(width, device=device)
-    # The nodes expanded last, F of them (the root, then W): their numbers, scores, states, and the drafter's keys they see.
+    # The F nodes expanded last (the root, then W): their indices, scores, states, and the drafter's keys that they see.
     expanded_BF = torch.full((batch, 1), -1, device=device)
-    # Summed in float64 as on the host, where scores are Python numbers: both must rank nodes alike.
+    # Summed in float64 as on the host, where scores are Python floats: both must rank nodes in the same order.
     expanded_scores_BF = torch.zeros((batch, 1), dtype=torch.float64, device=device)
     seen_BF = torch.zeros((batch, 1), dtype=torch.int64, device=device)
     logits_BFV, h_BFD = logits_BV[:, None], h_BD[:, None]
@@ -119,7 +119,7 @@ def grow_tree(
 
 
 def _best(scores_BM: Tensor, count: int) -> Tensor:
-    """The indexes of the highest scores, best first; of equal ones the first. `topk` promises no order of ties."""
+    """The indices of the highest scores, best first; ties in order of index, which `topk` does not guarantee."""
     return scores_BM.sort(dim=1, descending=True, stable=True).indices[:, :count]
 
 
@@ -134,10 +134,10 @@ def _kept(tokens_BM: Tensor, parents_BM: Tensor, scores_BM: Tensor, depths_BM: T
 
 
 def tail_bits(parents_BN: Tensor, depth: int) -> Tensor:
-    """int64 [B, 1 + N]: bit j of a row says whether it sees row j, that is itself, its ancestors and the pending token."""
+    """The attention mask, int64 [B, 1 + N]: bit j of a row: it sees row j (itself, its ancestors and the pending token)."""
     batch, count = parents_BN.shape
     assert count < MAX_TAIL
-    # Row numbers from here on; the pending token is its own parent.
+    # Indices of rows from here on, not of nodes; the pending token is its own parent.
     above_BT = torch.cat([parents_BN.new_zeros(batch, 1), parents_BN + 1], 1)
     bits_BT = _bit(torch.arange(1 + count, device=parents_BN.device)).expand(batch, -1)
     for _ in range(depth.bit_length()):  # each round doubles the number of generations seen
@@ -155,12 +155,12 @@ def tree_attention(
     page_table_BP: Tensor,
     page_size: int,
 ) -> AttentionMetadata:
-    """Where T new tokens a row lie and what they see, in the target's or the drafter's cache: the last T of the `tail` behind
-    `starts`. `offsets_BT`: their positions from `starts`. An empty row has no keys and stores none."""
+    """Attention metadata of T new tokens per row, in the target's or the drafter's cache: the last T of the `tail` keys after
+    `starts`. `offsets_BT`: their positions, from `starts`. An empty row has no keys and stores none."""
     is_active_B1, starts_B1 = active_B[:, None] != 0, starts_B[:, None].long()
     num_new = tail_bits_BT.shape[1]
     places_BT = starts_B1 + torch.arange(tail - num_new, tail, device=starts_B.device)
-    # The page table may be cut to the pages of the rows that run: an empty row's places are read nowhere but must be in it.
+    # The page table may be cut to the pages of active rows. Places of empty rows are unused, but must be within its width.
     pages_BT = page_table_BP.gather(1, (places_BT // page_size).clamp(0, page_table_BP.shape[1] - 1)).long()
     slots_BT = torch.where(is_active_B1, pages_BT * page_size + places_BT % page_size, -1)
     positions_BT = torch.where(is_active_B1, starts_B1 + offsets_BT, 0).expand(-1, num_new).contiguous()
@@ -171,20 +171,20 @@ def tree_attention(
 def verify_attention(
     tree: TreeDraft, starts_B: Tensor, active_B: Tensor, page_table_BP: Tensor, page_size: int
 ) -> AttentionMetadata:
-    """Of the target's pass over the pending token and the tree."""
+    """Attention metadata of the target's pass over the pending token and the tree."""
     bits_BT = tree.tail_bits_BT
     return tree_attention(starts_B, active_B, row_depths(tree), bits_BT, bits_BT.shape[1], page_table_BP, page_size)
 
 
 def row_depths(tree: TreeDraft) -> Tensor:
-    """int64 [B, 1 + N]: tokens between the settled text and each verified row; a sampled row draws its token that far ahead."""
+    """The distance of each verified row from the settled text, int64 [B, 1 + N]; sampled rows draw that many tokens ahead."""
     return torch.cat([torch.zeros_like(tree.depths_BN[:, :1]), tree.depths_BN], 1)
 
 
 def accept_tree(chosen_BT: Tensor, tree: TreeDraft, depth: int, active_B: Tensor) -> TreePath:
     """The accepted path. `chosen_BT`: the target's choice after the pending token and after each node.
 
-    Of several children with the chosen token it is the first; as `verification.verify`.
+    Of several children with the chosen token the first is accepted, as in `verification.verify`.
     """
     count = tree.tokens_BN.shape[1]
     node_N = torch.arange(count, device=chosen_BT.device)
@@ -202,9 +202,9 @@ def accept_tree(chosen_BT: Tensor, tree: TreeDraft, depth: int, active_B: Tensor
 
 
 def collapse(chosen_BT: Tensor, tree: TreeDraft, path: TreePath) -> tuple[Tensor, Tensor]:
-    """The path as a chain: the target's choices [B, depth + 1] along it and the drafts [B, depth], -1 behind its end.
+    """The path as a chain: the target's choices [B, depth + 1] along it and the drafts [B, depth], -1 after its end.
 
-    No choice equals -1, so that `kernels.accept` stops where the path does.
+    No choice equals -1, so `kernels.accept` stops at the path's end.
     """
     nodes_BD = path.rows_BT[:, 1:] - 1
     is_on_path = torch.arange(nodes_BD.shape[1], device=nodes_BD.device) < path.counts_B[:, None]
@@ -213,7 +213,7 @@ def collapse(chosen_BT: Tensor, tree: TreeDraft, path: TreePath) -> tuple[Tensor
 
 
 def along_path(x_ND: Tensor, path: TreePath) -> Tensor:
-    """Rows of a verification pass [B * T, D] on each path, [B * (depth + 1), D]: what a chain's pass would have given."""
+    """The rows of a verification pass [B * T, D] along each path, [B * (depth + 1), D], in the layout of a chain's pass."""
     batch = len(path.rows_BT)
     return _take(x_ND.view(batch, -1, x_ND.shape[-1]), path.rows_BT).flatten(0, 1)
 
@@ -227,7 +227,7 @@ def _bit(place: Tensor) -> Tensor:
 
 
 class GrowingTree:
-    """One request's tree on the host, a level at a time: the eager executor's."""
+    """One request's tree, grown on the host level by level, for the eager executor."""
 
     def __init__(self, item: AcceptedSpan, width: int, log_covered: float) -> None:
         self.item, self.width, self.log_covered = item, width, log_covered
@@ -239,7 +239,7 @@ class GrowingTree:
         self.num_slots = 0
 
     def add_level(self, log_probs: list[list[float]], tokens: list[list[int]]) -> list[int]:
-        """Children of every frontier node; returns, for each node of the new frontier, the row of its parent."""
+        """Adds children to every frontier node; returns, for each node of the new frontier, the row of its parent."""
         expanded = self.frontier or [-1]
         first = len(self.tokens)
         rows = []
@@ -259,7 +259,8 @@ class GrowingTree:
         return self.scores[self.frontier[0]]
 
     def expand_frontier(self, depth: int) -> tuple[list[int], list[int], SequenceLayout]:
-        """Tokens, positions and layout of the pass that gives the frontier's children; its nodes take the next slots."""
+        """Gives the frontier's nodes the next slots; returns tokens, positions and layout of the pass that finds their
+        children."""
         settled = self.item.start + len(self.item.rows)
         for node in self.frontier:
             self.visible[node] = [*self.visible.get(self.parents[node], []), self.num_slots]

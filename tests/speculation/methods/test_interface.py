@@ -108,5 +108,5 @@ def test_a_method_of_one_file_runs_on_both_executors():
 def test_a_method_without_a_captured_side_is_refused_by_name():
     drafter = BlockDrafter(torch.zeros(128, 2, dtype=torch.long))
     drafter.captured = lambda batch, max_positions, max_depth: None
-    with pytest.raises(UserError, match=r"block look-up: .* no captured side"):
+    with pytest.raises(UserError, match=r"block look-up: .* does not run in CUDA graphs"):
         captured_engine(tiny_decoder(5), drafter)
