@@ -1,4 +1,4 @@
-"""What every process of the server does first: where its log goes, and how it gives memory back."""
+"""Setup that every process of the server does first: its log, and how it returns memory to the system."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ M_MMAP_THRESHOLD, LARGE_BYTES = -3, 4 << 20  # glibc's mallopt
 
 
 def give_back_large_blocks() -> None:
-    """Logits of a large batch are tens of megabytes. Left alone, glibc comes to keep such blocks, in parts, once they were
-    freed, and a server's memory grows with the largest batch so far."""
+    """Makes glibc return freed blocks of 4 MiB and more to the system. Logits of a large batch take tens of megabytes. By
+    default glibc keeps parts of such blocks after they were freed, and a server's memory grows with the largest batch so far."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 class StderrHandler(logging.StreamHandler):
-    """Writes to what standard error is at the time: while a progress bar is shown, lines go above it."""
+    """Writes to the current `sys.stderr`, which a progress bar replaces so that log lines appear above it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -30,7 +30,7 @@ class StderrHandler(logging.StreamHandler):
 
 
 def log_to_stderr(level: str) -> None:
-    """One format for our lines and uvicorn's."""
+    """Logs Fledge's and uvicorn's lines to standard error in one format."""
     handler = StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     for name in ("fledge", "uvicorn.error", "uvicorn.access"):
@@ -43,7 +43,7 @@ def log_to_stderr(level: str) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Drops uvicorn's lines on its start: they come before the model is loaded, and read as if it were."""
+    """Drops uvicorn's startup lines: they appear before the model is loaded, and read as if the server were ready."""
     return not str(record.msg).startswith(
         ("Started server process", "Waiting for application startup", "Application startup complete", "Uvicorn running")
     )

@@ -27,7 +27,7 @@ from fledge.tokenizer import Tokenizer
 CACHE_BYTES = 256 << 20
 # Of a step's masks together, in units of the limit on one.
 STEP_MASKS = 10
-TOO_SLOW = "the grammar takes too long to follow, as an ambiguous one does; make it simpler"
+TOO_SLOW = "the grammar's token masks take too long to compute, as those of an ambiguous grammar do; make it simpler"
 
 
 class Grammar(NamedTuple):

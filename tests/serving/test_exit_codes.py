@@ -107,10 +107,10 @@ def test_sampling_defaults_are_checked_at_the_start(tmp_path, given, reason):
 def test_sampling_defaults(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"top_k": 50.0, "temperature": 0.5, "eos_token_id": 2, "top_p": null}')
     assert generation_defaults(tmp_path) == {"top_k": 50, "temperature": 0.5}
-    with pytest.raises(UserError, match="'top_q' is no default"):
+    with pytest.raises(UserError, match="'top_q' is not a sampling parameter"):
         overriding_defaults({"top_q": 1})
     with pytest.raises(UserError, match="top_p"):
         Service(flags.parse([str(tmp_path), "--no-engine-process", "--override-generation-config", '{"top_p": 7}']))
     (tmp_path / "generation_config.json").write_text("[]")
-    with pytest.raises(UserError, match="no JSON object"):
+    with pytest.raises(UserError, match="not a JSON object"):
         generation_defaults(tmp_path)
