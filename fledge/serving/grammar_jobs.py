@@ -116,7 +116,7 @@ class GrammarJobs:
             return self.compiler
 
     def processor(self, grammar: Grammar, begin_mark: Sequence[int] | None, caller: str, is_new: bool) -> LogitsProcessor:
-        """Returns a processor for one answer. `begin_mark`: the grammar applies after these tokens. `is_new`: first of a call."""
+        """Returns a processor for one answer. `begin_mark`: the grammar applies after it. `is_new`: first answer of a call."""
         assert self.compiler is not None
         if not grammar.is_plain and (refusal := self.compiler.mask_thread.refusal(caller, is_new)) is not None:
             raise refusal

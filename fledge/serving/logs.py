@@ -12,8 +12,8 @@ M_MMAP_THRESHOLD, LARGE_BYTES = -3, 4 << 20  # glibc's mallopt
 
 
 def give_back_large_blocks() -> None:
-    """Makes glibc return freed blocks of 4 MiB and more to the system. Logits of a large batch take tens of megabytes. By
-    default glibc keeps parts of such blocks after they were freed, and a server's memory grows with the largest batch so far."""
+    """Makes glibc return freed blocks of 4 MiB and more to the system. By default glibc keeps parts of them. Logits of a
+    large batch are tens of megabytes, so that a server's memory would grow with the largest batch so far."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 

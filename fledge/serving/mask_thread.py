@@ -103,7 +103,7 @@ class MaskThread:
         self._timed_out: list[tuple[str, _Thread]] = []  # the caller, and the thread
 
     def run(self, work: Callable[[], Result], limit: float, caller: str) -> Result:
-        """Returns `work`'s result. MaskTimeout: it took over `limit` CPU seconds. ApiError: the caller had too many timeouts."""
+        """Returns `work`'s result. MaskTimeout: it took over `limit` CPU seconds. ApiError: too many of the caller's did."""
         # Checked for each mask, since requests that were admitted together may all be slow.
         if (refusal := self.refusal(caller, is_new=False)) is not None:
             raise refusal

@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON: Hermes and Qwen, Llama 3, Mistral and Phi-4."""
+"""Formats with JSON calls: Hermes and Qwen, Llama 3, Mistral and Phi-4."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class HermesParser(ToolParser):
                 return events
 
     def _read_call(self, call: JsonCall) -> list[ToolEvent]:
-        """Goes on with the call; leaves `self.call` None when it is over."""
+        """Continues the call, and sets `self.call` to None at its end."""
         events: list[ToolEvent] = []
         if not call.done:
             events = self.read_call(call)
@@ -62,7 +62,7 @@ class Llama3JsonParser(ToolParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken = ""  # what was read of a possible call, to give it back as content
+        self.taken = ""  # the text before a possible call, which is content if it is none
         self.call: JsonCall | None = None
         self.is_content = False
 
@@ -118,7 +118,7 @@ ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 
 
 class MarkedJsonParser(ToolParser):
-    """Content before the mark, calls after it; what stands between calls is dropped.
+    """Content before the marker, calls after it. Text between calls is dropped.
 
     Mistral                                  [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]
     Mistral, tokenizers from version 11 on   [TOOL_CALLS]f{…}[TOOL_CALLS]g{…}, or f[CALL_ID]id[ARGS]{…}
@@ -126,7 +126,7 @@ class MarkedJsonParser(ToolParser):
     """
 
     mark: str
-    named = False  # whether a call may be a name before its arguments
+    named = False  # whether a call may be a name followed by its arguments
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class MarkedJsonParser(ToolParser):
     def finish(self) -> list[ToolEvent]:
         if self.state == "content":
             return super().finish()
-        if not self.num_calls:  # a mark without a call is content
+        if not self.num_calls:  # a marker without a call is content
             self.buffer = self.mark + (self.call.text if self.state == "call" else "") + self.buffer
             return super().finish()
         self.buffer = ""
