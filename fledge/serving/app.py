@@ -21,7 +21,7 @@ from fledge.serving.metrics import Metrics
 from fledge.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
 from fledge.serving.request_guard import RequestGuard, caller_of
 from fledge.serving.service import LONG_TEXT, Service
-from fledge.serving.streaming import while_there
+from fledge.serving.streaming import unless_disconnected
 from fledge.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -91,9 +91,9 @@ def create_app(service: Service) -> FastAPI:
     async def model(name: str) -> Any:
         return described(service.check_model(name))
 
-    async def apart(request: Request, work: Callable[[Tokenizer], Result], length: int) -> Result:
+    async def on_long_thread(request: Request, work: Callable[[Tokenizer], Result], length: int) -> Result:
         """Runs `work` on the thread for long texts, so that the prompts of chats and completions do not wait for it."""
-        return await while_there(request, service.tokenize(work, max(length, LONG_TEXT + 1), caller_of(request)))
+        return await unless_disconnected(request, service.tokenize(work, max(length, LONG_TEXT + 1), caller_of(request)))
 
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(payload: TokenizeRequest, request: Request) -> Any:
@@ -114,7 +114,7 @@ def create_app(service: Service) -> FastAPI:
         length = len(payload.prompt or "")
         if payload.messages is not None:
             length = prompts.length(payload.messages, payload.tools, payload.chat_template_kwargs)
-        tokens, texts = await apart(request, work, length)
+        tokens, texts = await on_long_thread(request, work, length)
         return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
 
     @app.post("/detokenize", responses=ERRORS)
@@ -128,7 +128,7 @@ def create_app(service: Service) -> FastAPI:
         def work(tokenizer: Tokenizer) -> str:
             return tokenizer.decode(payload.tokens, skip_special_tokens=False)
 
-        return {"prompt": await apart(request, work, 4 * len(payload.tokens))}  # about 4 characters a token
+        return {"prompt": await on_long_thread(request, work, 4 * len(payload.tokens))}  # about 4 characters a token
 
     async def health() -> Response:
         """Returns 200 while this process and its engine work, else 503."""

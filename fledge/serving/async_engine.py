@@ -317,7 +317,7 @@ class AsyncEngine:
     async def _end_with_reason(self) -> None:
         """Finds out why the engine ended. In a thread: its process may take seconds to exit."""
         reason = await asyncio.to_thread(self.host.why_ended) if self.host is not None else "the engine has gone"
-        self._die(UserError(reason), not_running())
+        self._shut_down(UserError(reason), not_running())
 
     def _take(self, message: ToApiServer) -> None:
         match message:
@@ -327,7 +327,7 @@ class AsyncEngine:
             case Open():
                 self.is_open = True
             case Failed(reason):
-                self._die(UserError(reason), internal_error())
+                self._shut_down(UserError(reason), internal_error())
             case Taken(number):
                 if (generation := self._generations.get(number)) is not None and not generation.taken.done():
                     generation.taken.set_result(None)
@@ -344,10 +344,10 @@ class AsyncEngine:
         try:
             self.tokenizer = await asyncio.to_thread(self._prepare, info)
         except UserError as error:
-            self._die(error, not_running())
+            self._shut_down(error, not_running())
         except Exception:
             log.exception("the tokenizer could not be loaded")
-            self._die(UserError("the tokenizer could not be loaded; the log above says why"), not_running())
+            self._shut_down(UserError("the tokenizer could not be loaded; the log above says why"), not_running())
         else:
             if self.state == "loading":
                 self.state = "ready"
@@ -356,9 +356,9 @@ class AsyncEngine:
     def fail(self, reason: str) -> None:
         """Shuts the server down because a part that it needs has ended, such as another HTTP process."""
         if self._ending is None:  # else the engine has ended, which caused this; `_end_with_reason` reports why
-            self._die(UserError(reason), not_running())
+            self._shut_down(UserError(reason), not_running())
 
-    def _die(self, reason: UserError, error: ApiError) -> None:
+    def _shut_down(self, reason: UserError, error: ApiError) -> None:
         """Fails all calls and starts the shutdown of this process. `reason`: for the log; `error`: for clients."""
         if self.failure is None:
             self.failure, self.state = reason, "failing"

@@ -20,7 +20,7 @@ from fledge.serving.protocol import ChatRequest, NamedTool
 from fledge.serving.reasoning import REASONING_PARSERS, ReasoningParser
 from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, TextEvents, begin, unless_gone
+from fledge.serving.streaming import EventStream, TextEvents, begin, json_response
 from fledge.serving.tool_parsers import TOOL_PARSERS, ToolParser
 from fledge.serving.tool_parsers.forced import NamedParser, RequiredParser, required_schema
 from fledge.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ async def create(service: Service, payload: ChatRequest, request: Request) -> An
     call, generation = await begin(service.engine, request, prepare(service, payload, caller))
     if payload.stream:
         return EventStream(generation, ChatStream(call))
-    return await unless_gone(request, generation, collect(call, generation))
+    return await json_response(request, generation, collect(call, generation))
 
 
 async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> ChatCall:

@@ -16,7 +16,7 @@ from fledge.serving.generation import CallOptions, Generation, Progress, Work
 from fledge.serving.protocol import CompletionRequest
 from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, TextEvents, begin, unless_gone
+from fledge.serving.streaming import EventStream, TextEvents, begin, json_response
 from fledge.tokenizer import Tokenizer
 
 
@@ -57,7 +57,7 @@ async def create(service: Service, payload: CompletionRequest, request: Request)
     call, generation = await begin(service.engine, request, prepare(service, payload, caller))
     if payload.stream:
         return EventStream(generation, CompletionStream(call))
-    return await unless_gone(request, generation, collect(call, generation))
+    return await json_response(request, generation, collect(call, generation))
 
 
 def _given(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:

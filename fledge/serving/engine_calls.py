@@ -22,7 +22,7 @@ class ApiServer(Channel[ToEngine]):
         super().__init__(connection, ToEngine)
         self.is_prepared = False
         self.num_in_flight = 0  # answers accepted and not finished
-        self.told_in_flight = 0  # answers in flight in other HTTP processes, as last sent to this one
+        self.reported_in_flight = 0  # answers in flight in other HTTP processes, as last sent to this one
         self.outputs: list[Output] = []  # outputs of the current step, to be sent
 
 

@@ -62,7 +62,7 @@ MAX_FAILURES = 3
 QUIET_SECONDS = 2.0
 LONGEST_WAIT = 3600.0  # seconds to wait for the hook's next work: poll() takes at most 2^31 ms
 # Time to send the reason of a failure to the HTTP processes before the engine exits.
-LAST_WORDS_SECONDS = 2.0
+SEND_FAILURE_SECONDS = 2.0
 
 
 class EngineLoop:
@@ -120,7 +120,7 @@ class EngineLoop:
                 if self.engine.has_unfinished():
                     self._step()
                 if len(self.api_servers) > 1:
-                    self._tell_in_flight()
+                    self._report_in_flight()
                 if not self.flags.disable_log_stats:
                     self.metrics.log_when_due(self.flags.log_interval)
         except UserError as error:
@@ -129,7 +129,7 @@ class EngineLoop:
             log.exception("the engine failed")
             self.failure = UserError("the engine failed; the log above says why")
         if self.failure is not None:
-            self._last_words(Failed(str(self.failure)))
+            self._send_failure(Failed(str(self.failure)))
         if self._grammar_jobs is not None:
             self._grammar_jobs.close()
         for api_server in self.api_servers:
@@ -163,10 +163,10 @@ class EngineLoop:
             api_server.send(ready)
         self._busy_until = time.monotonic()
 
-    def _last_words(self, message: Failed) -> None:
+    def _send_failure(self, message: Failed) -> None:
         for api_server in self.api_servers:
             api_server.send(message)
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        deadline = time.monotonic() + SEND_FAILURE_SECONDS
         while any(api_server.has_unsent for api_server in self.api_servers) and time.monotonic() < deadline:
             time.sleep(0.01)
             for api_server in self.api_servers:
@@ -181,9 +181,9 @@ class EngineLoop:
         if self.engine.has_unfinished() or self._waiting:
             self._busy_until = now
         elif not ready and not self.engine.idle(is_quiet=now >= self._busy_until + QUIET_SECONDS):
-            has_news = self.metrics.has_news()
-            ready = self._poll.poll(self._patience(now, has_news))
-            if not has_news:
+            has_activity = self.metrics.has_activity()
+            ready = self._poll.poll(self._poll_timeout(now, has_activity))
+            if not has_activity:
                 self.metrics.resume()
         for descriptor, events in ready:
             if descriptor == self._woken.fileno():
@@ -198,12 +198,12 @@ class EngineLoop:
                     self._take(api_server, message)
             self._watch(api_server)
 
-    def _patience(self, now: float, has_news: bool) -> float | None:
+    def _poll_timeout(self, now: float, has_activity: bool) -> float | None:
         """Returns the milliseconds until quiet time begins, the hook has work or a log line is due; None: wait for ever."""
         if now < self._busy_until + QUIET_SECONDS:
             return 1000 * (self._busy_until + QUIET_SECONDS - now)
         hook = self.engine.hook
-        waits = [self.flags.log_interval] if has_news and not self.flags.disable_log_stats else []
+        waits = [self.flags.log_interval] if has_activity and not self.flags.disable_log_stats else []
         if hook is not None and (due := hook.due_in()) is not None:
             waits.append(min(due, LONGEST_WAIT))
         return 1000 * min(waits) if waits else None
@@ -394,18 +394,18 @@ class EngineLoop:
         for api_server in list(self.api_servers):
             if api_server.outputs:
                 outputs, api_server.outputs = api_server.outputs, []
-                api_server.told_in_flight = total - api_server.num_in_flight
-                self._send(api_server, Step(outputs, api_server.told_in_flight))
+                api_server.reported_in_flight = total - api_server.num_in_flight
+                self._send(api_server, Step(outputs, api_server.reported_in_flight))
         for call, error in failed.values():
             self._fail(call, error)
 
-    def _tell_in_flight(self) -> None:
+    def _report_in_flight(self) -> None:
         """Sends each HTTP process the others' number of answers in flight if it changed; it decides whether there is room."""
         total = sum(api_server.num_in_flight for api_server in self.api_servers)
         for api_server in list(self.api_servers):
-            if api_server.told_in_flight != total - api_server.num_in_flight:
-                api_server.told_in_flight = total - api_server.num_in_flight
-                self._send(api_server, Step([], api_server.told_in_flight))
+            if api_server.reported_in_flight != total - api_server.num_in_flight:
+                api_server.reported_in_flight = total - api_server.num_in_flight
+                self._send(api_server, Step([], api_server.reported_in_flight))
 
 
 def _is_device_error(error: Exception) -> bool:

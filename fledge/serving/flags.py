@@ -23,7 +23,7 @@ from fledge.serving import limits
 from fledge.serving.flag_parser import DEFAULT_MODEL, PROCESS_CORES, parser
 from fledge.serving.foreign_flags import normalise, refuse_foreign
 from fledge.serving.limits import Limits
-from fledge.serving.speculative_config import SAID_TWICE, SpeculativeConfig, json_object
+from fledge.serving.speculative_config import BOTH_GIVEN, SpeculativeConfig, json_object
 from fledge.sources import BUILT_INS
 from fledge.speculation.depth import TreeShape
 
@@ -195,15 +195,15 @@ def _learn_config(given: argparse.Namespace) -> LearnConfig | None:
 def _processes(given: argparse.Namespace) -> dict[str, Any]:
     """Returns whether the engine has its own process, and the number of HTTP processes: as given, else by cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    apart, workers = given.engine_process, given.api_workers
-    if workers > 1 and apart is False:
+    own_process, workers = given.engine_process, given.api_workers
+    if workers > 1 and own_process is False:
         raise UserError("--api-workers above 1 needs the engine in its own process; leave out --no-engine-process")
     if workers > 1 and given.uds:
         raise UserError("--api-workers above 1 does not work with --uds; leave one of them out")
-    apart = (workers > 1 or cores >= PROCESS_CORES) if apart is None else apart
+    own_process = (workers > 1 or cores >= PROCESS_CORES) if own_process is None else own_process
     return {
-        "engine_process": apart,
-        "api_workers": workers or (min(MAX_WORKERS, max(1, cores // WORKER_CORES)) if apart and not given.uds else 1),
+        "engine_process": own_process,
+        "api_workers": workers or (min(MAX_WORKERS, max(1, cores // WORKER_CORES)) if own_process and not given.uds else 1),
     }
 
 
@@ -217,7 +217,7 @@ def _speculative_config(given: argparse.Namespace, model: str) -> SpeculativeCon
         drafter = given.drafter or ("auto" if model in BUILT_INS else "none")
         return SpeculativeConfig(Speculation(drafter, given.depth or DEFAULT_DEPTH, tree))
     if given.drafter or given.depth:
-        raise UserError(SAID_TWICE)
+        raise UserError(BOTH_GIVEN)
     return SpeculativeConfig.parse(given.speculative_config, tree)
 
 

@@ -204,7 +204,7 @@ class Rewriter:
                 if any(key not in node.get("properties", ()) for key in keys) or any(
                     name in other for other in others for name in (*NEEDS_ALL, "prefixItems")
                 ):
-                    raise refusal(at, "additionalProperties or items beside properties or items of another schema; write one")
+                    raise refusal(at, "additionalProperties/items beside another schema's properties/items; write one schema")
         return merged
 
     # One of several

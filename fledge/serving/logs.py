@@ -39,10 +39,10 @@ def log_to_stderr(level: str) -> None:
         if not log.handlers:
             log.addHandler(handler)
     if level not in ("debug", "trace"):
-        logging.getLogger("uvicorn.error").addFilter(_is_news)
+        logging.getLogger("uvicorn.error").addFilter(_is_not_startup)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_not_startup(record: logging.LogRecord) -> bool:
     """Drops uvicorn's startup lines: they appear before the model is loaded, and read as if the server were ready."""
     return not str(record.msg).startswith(
         ("Started server process", "Waiting for application startup", "Application startup complete", "Uvicorn running")

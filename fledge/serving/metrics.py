@@ -27,7 +27,7 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 LABELS = ("model_name", "engine")
 DRIFT = {
-    "rms": "Size of the drafter's state by draft step.",
+    "rms": "RMS of the drafter's hidden state by draft step.",
     "sink_share": "Share of the drafter's attention on the sink, by draft step.",
     "own_share": "Share of the drafter's attention on its own draft, by draft step.",
     "entropy": "Entropy of the drafter's attention by draft step.",
@@ -259,7 +259,7 @@ class Metrics:
         pool = self.engine.pool if self.engine is not None else None
         return 1 - pool.num_free / pool.num_pages if pool is not None and pool.num_pages else 0.0
 
-    def has_news(self) -> bool:
+    def has_activity(self) -> bool:
         """Whether there is activity that was not logged yet."""
         return self._snapshot()[:2] != self._logged[:2] or any(self.queue_lengths())
 
@@ -272,7 +272,7 @@ class Metrics:
         now = time.perf_counter()
         if now - self._logged_at < seconds:
             return
-        if self.has_news():
+        if self.has_activity():
             log.info(self._line(self._logged, self._snapshot(), now - self._logged_at))
         self._logged, self._logged_at = self._snapshot(), now
 

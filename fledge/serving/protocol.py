@@ -297,7 +297,7 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def check_completion(self) -> CompletionRequest:
         if self.suffix:
-            raise ValueError("suffix is not supported: the model continues text and cannot fill in text between")
+            raise ValueError("suffix is not supported: the model only continues text")
         if self.echo and self.logprobs is not None:
             raise ValueError("echo with logprobs is not supported: log-probabilities of the prompt are not kept")
         if self.logprobs is not None and self.logprobs < 0:

@@ -30,7 +30,7 @@ def caller_of(request: Request) -> str:
     return request.scope.get(CALLER, "")
 
 
-def _place(host: str) -> str:
+def _client_of(host: str) -> str:
     """Returns the client of an address. With IPv6 it is the /64, because one subscriber has at least a /64 to choose from."""
     if ":" not in host:
         return host
@@ -75,7 +75,7 @@ class RequestGuard:
             return await refusal.response()(scope, receive, send)
         # With a single key, clients are told apart by address.
         client = scope.get("client")
-        scope[CALLER] = f"key {key}" if key is not None and len(self.keys) > 1 else _place(client[0]) if client else ""
+        scope[CALLER] = f"key {key}" if key is not None and len(self.keys) > 1 else _client_of(client[0]) if client else ""
         taken, whole = 0, False
         deadline = asyncio.get_running_loop().time() + self.limits.body_timeout
 

@@ -13,7 +13,7 @@ from fledge.serving.generation import Answer, Generation, Progress
 from fledge.serving.protocol import ChatRequest, ResponsesRequest
 from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, begin, event, unless_gone
+from fledge.serving.streaming import EventStream, begin, event, json_response
 
 
 async def create(service: Service, payload: ResponsesRequest, request: Request) -> Any:
@@ -22,7 +22,7 @@ async def create(service: Service, payload: ResponsesRequest, request: Request) 
     response = Response(payload, call)
     if payload.stream:
         return EventStream(generation, response, done=b"")
-    return await unless_gone(request, generation, response.collect(generation))
+    return await json_response(request, generation, response.collect(generation))
 
 
 def as_chat(payload: ResponsesRequest) -> ChatRequest:

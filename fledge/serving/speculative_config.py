@@ -10,7 +10,7 @@ from fledge.engine.options import DEFAULT_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.speculation.depth import TreeShape
 
-SAID_TWICE = "--speculative-config replaces --drafter and --depth; give one or the other"
+BOTH_GIVEN = "--speculative-config replaces --drafter and --depth; give one or the other"
 METHODS = ("eagle3", "eagle", "ngram")
 EAGER = "a GPU always runs captured CUDA graphs, a CPU never does"
 

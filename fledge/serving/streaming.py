@@ -168,7 +168,7 @@ class EventStream(Response):
         self._wake.set()
 
 
-async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
     """Returns the result of `work`, or cancels it if the client disconnects first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request.receive))
@@ -191,16 +191,16 @@ async def begin(engine: AsyncEngine, request: Request, preparing: Coroutine[Any,
             return await preparing
 
     try:
-        call = await while_there(request, in_time())
+        call = await unless_disconnected(request, in_time())
     except TimeoutError:
         raise engine.late() from None
     return call, await engine.submit(call.works, call.options, deadline)
 
 
-async def unless_gone(request: Request, generation: Generation, work: Coroutine[Any, Any, dict[str, Any]]) -> Any:
+async def json_response(request: Request, generation: Generation, work: Coroutine[Any, Any, dict[str, Any]]) -> Any:
     """Returns the response that `work` gives. If the client disconnects first, closes the generation at once."""
     try:
-        return Response(encode_json(await while_there(request, work)), media_type="application/json")
+        return Response(encode_json(await unless_disconnected(request, work)), media_type="application/json")
     finally:
         generation.close()
 

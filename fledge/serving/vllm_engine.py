@@ -19,7 +19,7 @@ from fledge.engine.options import FIXED_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.serving.flag_parser import DEFAULT_MODEL, OF_VLLM, parser
 from fledge.serving.foreign_flags import MAY_BE, normalise
-from fledge.serving.speculative_config import SAID_TWICE, json_object
+from fledge.serving.speculative_config import BOTH_GIVEN, json_object
 from fledge.sources import BUILT_INS
 from fledge.speculation.depth import DepthPolicy
 
@@ -116,7 +116,7 @@ def _python_of(script: str) -> str | None:
 def _speculative_config(model: str, given: str | None, drafter: str | None, depth: str | None) -> dict | None:
     if given is not None:
         if drafter or depth:
-            raise UserError(SAID_TWICE)
+            raise UserError(BOTH_GIVEN)
         config = json_object("--speculative-config", given)
         if isinstance(config.get("model"), str) and config.get("method", "eagle3") == "eagle3":
             config["model"] = _plain(Speculation(config["model"]).resolve_drafter(model))
