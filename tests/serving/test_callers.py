@@ -126,7 +126,7 @@ def test_masks_that_run_on_are_few_whoever_asks() -> None:
         refused = threads.refusal("another", is_new=True)
         assert refused is not None
         assert (refused.status, refused.code, refused.headers["Retry-After"]) == (503, "overloaded", "60")
-        with pytest.raises(ApiError, match="of yours") as own:
+        with pytest.raises(ApiError, match="your earlier grammars") as own:
             threads.run(lambda: "quick", 1.0, "key 0")
         assert own.value.status == 429
         for caller in ("another", SLOW_CALLERS[-1]):

@@ -74,8 +74,8 @@ def test_a_start_that_fails_beside_the_loading_engine_is_no_success(tmp_path):
 def test_files_are_looked_at_before_the_model_is_loaded(tmp_path):
     (tmp_path / "file").write_text("x")
     wrong = {
-        ("--uds", str(tmp_path / "nowhere" / "socket")): "no folder",
-        ("--uds", str(tmp_path / "file")): "something else",
+        ("--uds", str(tmp_path / "nowhere" / "socket")): "not a writable folder",
+        ("--uds", str(tmp_path / "file")): "not a socket",
         ("--uds", str(tmp_path / ("s" * 120))): "bytes",
         ("--ssl-certfile", str(tmp_path / "file")): "certificate",
         ("--ssl-keyfile", str(tmp_path / "file")): "--ssl-certfile",
