@@ -234,7 +234,7 @@ def human_int(text: str) -> int:
         number = float(text[:-1] if scale != 1 else text) * scale
     except ValueError:
         number = -1.0
-    if not (number >= 1 and number.is_integer()):  # infinity is not
+    if not (number >= 1 and number.is_integer()):  # is_integer() is False for infinity
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 4k or 4K")
     return int(number)
 

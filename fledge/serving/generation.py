@@ -90,7 +90,7 @@ class Answer:
 
 
 class Progress(NamedTuple):
-    """What one or more steps added to an answer."""
+    """The text and tokens that one or more steps added to an answer."""
 
     answer: Answer
     spans: list[Span]

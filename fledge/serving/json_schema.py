@@ -163,7 +163,7 @@ class Rewriter:
             self.definitions[self.names[place]] = self.rewrite(found, place)
         return {"$ref": f"#/$defs/{self.names[place]}"}
 
-    # Several schemas that all hold
+    # allOf
 
     def merge(self, parts: Sequence[Any], at: str) -> Schema:
         """Merges schemas that must all hold into one. RequestError: their keywords conflict."""
@@ -207,7 +207,7 @@ class Rewriter:
                     raise refusal(at, "additionalProperties/items beside another schema's properties/items; write one schema")
         return merged
 
-    # One of several
+    # anyOf, oneOf, enum and const
 
     def _alternatives(self, name: str, given: Node, at: str) -> Schema:
         alternatives = given.pop(name)

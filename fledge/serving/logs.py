@@ -8,7 +8,7 @@ import logging
 import sys
 from typing import TextIO
 
-M_MMAP_THRESHOLD, LARGE_BYTES = -3, 4 << 20  # glibc's mallopt
+M_MMAP_THRESHOLD, LARGE_BYTES = -3, 4 << 20  # parameters of glibc's mallopt
 
 
 def give_back_large_blocks() -> None:

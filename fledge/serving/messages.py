@@ -34,7 +34,7 @@ class _Message(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """One answer of a call: which of its prompts and parameters it has, and its seed."""
+    """One answer of a call: the indices of its prompt and its parameters in the call, and its seed."""
 
     prompt: int
     params: int
@@ -163,7 +163,7 @@ class Output(msgspec.Struct, array_like=True):
 
 class Step(_Message, tag=7, frozen=True):
     outputs: list[Output]
-    others_in_flight: int  # answers that other HTTP processes wait for
+    others_in_flight: int  # answers in flight in other HTTP processes
 
 
 class Open(_Message, tag=8, frozen=True):

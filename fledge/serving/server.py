@@ -40,7 +40,7 @@ from fledge.serving.streaming import ExposeSocket
 # uvicorn closes connections this long after `shutdown_timeout`, at which every open request has got an error.
 BACKSTOP_SECONDS = 5
 WATCH_SECONDS = 0.05
-MAX_SOCKET_PATH = 107  # Linux's sun_path, with its zero at the end
+MAX_SOCKET_PATH = 107  # bytes: Linux's sun_path has 108, with the zero at the end
 
 log = logging.getLogger("fledge.serving")
 

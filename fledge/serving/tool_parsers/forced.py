@@ -8,7 +8,7 @@ from fledge.serving.tool_parsers.base import CallArguments, JsonCall, ToolEvent,
 
 
 class NamedParser(ToolParser):
-    """`tool_choice` names a function: the whole text is its arguments."""
+    """Parses answers to a `tool_choice` that names a function: the whole text is its arguments."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class NamedParser(ToolParser):
 
 
 class RequiredParser(ToolParser):
-    """`tool_choice: required`: a JSON list of calls."""
+    """Parses answers to `tool_choice: required`: a JSON list of calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ START, END = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ToolParser):
-    """`<tool_call>{"name": …, "arguments": …}</tool_call>`, between other text or several in a row."""
+    """Parses `<tool_call>{"name": …, "arguments": …}</tool_call>`, between other text or several in a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser(ToolParser):
-    """The whole answer is `{"name": …, "parameters": …}`, several joined by `;`, with or without `<|python_tag|>`."""
+    """Parses answers that are `{"name": …, "parameters": …}`, several joined by `;`, with or without `<|python_tag|>`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Llama3JsonParser(ToolParser):
         return events
 
     def _begin(self) -> bool:
-        """Looks for the opening brace; False when more text is needed."""
+        """Looks for the opening brace. Returns False if more text is needed."""
         stripped = self.buffer.lstrip(" \t\r\n;," if self.num_calls else None)
         if not stripped or (TAG.startswith(stripped) and stripped != TAG):
             return False
@@ -92,7 +92,7 @@ class Llama3JsonParser(ToolParser):
             self.taken = self.buffer[: len(self.buffer) - len(rest)]
             self.buffer, self.call = rest, JsonCall()
         elif self.num_calls:
-            self.buffer = ""  # remarks after the calls
+            self.buffer = ""  # text after the calls is dropped
         else:
             self.is_content = True
         return True
@@ -118,7 +118,7 @@ ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 
 
 class MarkedJsonParser(ToolParser):
-    """Content before the marker, calls after it. Text between calls is dropped.
+    """Parses content before a marker and calls after it. Text between calls is dropped.
 
     Mistral                                  [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]
     Mistral, tokenizers from version 11 on   [TOOL_CALLS]f{…}[TOOL_CALLS]g{…}, or f[CALL_ID]id[ARGS]{…}
@@ -151,7 +151,7 @@ class MarkedJsonParser(ToolParser):
                 return events
 
     def _begin(self) -> bool:
-        """Looks for the next call; False when more text is needed."""
+        """Looks for the next call. Returns False if more text is needed."""
         rest = self.buffer.lstrip(" \t\r\n,;").removeprefix(self.mark)
         if self.named and rest and not rest.startswith(("[", "{")):
             head, brace, arguments = rest.partition("{")

@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4, Olmo: the whole answer is a Python list of calls, `[get_weather(city="Paris"), now()]`."""
+"""The format of Llama 3.2 and 4 and Olmo: the whole answer is a Python list of calls, `[get_weather(city="Paris"), now()]`."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>
 
 
 class KimiK2Parser(ToolParser):
-    """A section of calls between special tokens, each with its id `functions.name:index` and JSON arguments."""
+    """Parses a section of calls between special tokens, each with its id `functions.name:index` and JSON arguments."""
 
     needs_special_tokens = True
 
@@ -70,7 +70,7 @@ MARKS = {
 
 
 class Qwen3CoderParser(ToolParser):
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+    """Parses `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
 
     Values are plain text. They are converted to the types in the tool's schema; without a type they stay strings.
     """
