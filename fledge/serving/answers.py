@@ -1,4 +1,4 @@
-"""Pieces of answers that several routes share: usage, speculation figures, log-probabilities, the chunks of a stream."""
+"""Parts of responses that several routes share: usage, speculation figures, log-probabilities, chunks of a stream."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fledge.serving.streaming import event
 from fledge.speculation.stats import AcceptanceStats
 from fledge.tokenizer import Tokenizer
 
-# JSON has no infinity: a token that was ruled out gets this, as in vLLM.
+# JSON has no infinity: a token that was ruled out gets this log-probability, as in vLLM.
 LEAST_LOGPROB = -9999.0
 
 
@@ -24,9 +24,9 @@ def usage(prompt_tokens: int, answers: Iterable[Answer], with_speculation: bool 
         "completion_tokens": completion,
         "total_tokens": prompt_tokens + completion,
     }
-    if all(answer.num_cached is not None for answer in answers):  # None: prompts share no pages
-        # A prompt with several answers counts once; the first of them may have found it, the others always do.
-        # Answers to one prompt share its list: comparing the tokens would take longer than a step, with each piece of a stream.
+    if all(answer.num_cached is not None for answer in answers):  # None: prefix caching is off
+        # A prompt with several answers counts once, by its first answer: the others always find the prompt in the cache.
+        # Answers to one prompt share its list, so its id is the key: comparing tokens in each chunk takes longer than a step.
         cached = {id(answer.prompt): answer.num_cached or 0 for answer in reversed(answers)}
         result["prompt_tokens_details"] = {"cached_tokens": sum(cached.values())}
     if with_speculation:
@@ -40,7 +40,7 @@ def usage(prompt_tokens: int, answers: Iterable[Answer], with_speculation: bool 
 
 
 def speeds(answers: Sequence[Answer]) -> dict[str, float]:
-    """Decoding speed (tokens after the first over the time after the first) and time to the first token, on average."""
+    """Returns the decoding speed, counted from each answer's first token on, and the mean time to first token."""
     seconds = waits = 0.0
     tokens = num_ended = 0
     for answer in answers:
@@ -56,7 +56,7 @@ def speeds(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def spans(progress: Progress) -> dict[str, Any]:
-    """For a stream that shows speculation at work: which pieces of the text the drafter had proposed."""
+    """Returns the speculation figures of a stream's chunk: text spans with whether they were drafted, and counts so far."""
     answer = progress.answer
     return {
         "spans": [[text, drafted] for text, drafted in progress.spans],
@@ -67,7 +67,7 @@ def spans(progress: Progress) -> dict[str, Any]:
 
 
 def visible_logprobs(progress: Progress) -> list[TokenLogprob]:
-    """Without the token that ended the answer, unless its text is part of it."""
+    """Returns the log-probabilities without that of the token that ended the answer, unless its text is part of the answer."""
     answer, logprobs = progress.answer, progress.logprobs
     by_token = progress.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
     is_shown = answer.params.include_stop_str_in_output and answer.stop_reason is not None
@@ -75,7 +75,7 @@ def visible_logprobs(progress: Progress) -> list[TokenLogprob]:
 
 
 def num_last_tokens(texts: Sequence[str], length: int) -> int:
-    """How many tokens at the end of an answer have no more than so many characters."""
+    """Returns how many tokens at the end of an answer fit into `length` characters."""
     count = 0
     for text in reversed(texts):
         length -= len(text)
@@ -98,7 +98,7 @@ def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprob]) -> dic
 
 
 class CompletionLogprobs:
-    """The log-probabilities of one completion, as its tokens come. `place`: where its text begins."""
+    """Formats the log-probabilities of one completion as its tokens arrive. `place`: the character offset of its text."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, place: int) -> None:
         self.tokenizer, self.place = tokenizer, place
@@ -122,13 +122,13 @@ class CompletionLogprobs:
 
 
 class ChunkStream:
-    """The events of a streamed chat or completion: chunks of a choice each, then the usage if it is asked for."""
+    """The events of a streamed chat or completion: chunks with one choice each, then the usage if it is asked for."""
 
     def __init__(self, payload: SamplingFields, envelope: dict[str, Any], num_prompt_tokens: int) -> None:
         self.payload, self.envelope, self.num_prompt_tokens = payload, envelope, num_prompt_tokens
         self.options = payload.stream_options or StreamOptions()
-        self.answers: dict[int, Answer] = {}  # those that usage counts
-        # Whether chunks hold nothing but text. A route may add to it.
+        self.answers: dict[int, Answer] = {}  # answers that the usage counts
+        # Whether chunks hold nothing but text, which allows precomputed events. Routes add conditions.
         self.has_plain_text = not (payload.include_speculation or self.options.continuous_usage_stats)
 
     def end(self) -> bytes:

@@ -1,4 +1,4 @@
-"""The routes."""
+"""The HTTP routes of the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fledge.serving.metrics import Metrics
 from fledge.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest, TokenizeRequest
 from fledge.serving.request_guard import RequestGuard, caller_of
 from fledge.serving.service import LONG_TEXT, Service
-from fledge.serving.streaming import while_there
+from fledge.serving.streaming import unless_disconnected
 from fledge.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -56,7 +56,7 @@ def create_app(service: Service) -> FastAPI:
     is_local = flags.host in ("127.0.0.1", "::1", "localhost") and not flags.uds and not flags.trusted_proxies
     app.add_middleware(RequestGuard, keys=flags.api_key, limits=service.limits, local_only=is_local and not flags.api_key)
     if flags.allowed_origins:
-        app.add_middleware(  # added last, so outermost: preflights carry no key
+        app.add_middleware(  # added last, so outermost: preflight requests carry no key
             CORSMiddleware,
             allow_origins=list(flags.allowed_origins),
             allow_credentials=flags.allow_credentials,
@@ -91,9 +91,9 @@ def create_app(service: Service) -> FastAPI:
     async def model(name: str) -> Any:
         return described(service.check_model(name))
 
-    async def apart(request: Request, work: Callable[[Tokenizer], Result], length: int) -> Result:
-        """Always on the thread for long texts, so that prompts of answers do not wait behind it."""
-        return await while_there(request, service.tokenize(work, max(length, LONG_TEXT + 1), caller_of(request)))
+    async def on_long_thread(request: Request, work: Callable[[Tokenizer], Result], length: int) -> Result:
+        """Runs `work` on the thread for long texts, so that the prompts of chats and completions do not wait for it."""
+        return await unless_disconnected(request, service.tokenize(work, max(length, LONG_TEXT + 1), caller_of(request)))
 
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(payload: TokenizeRequest, request: Request) -> Any:
@@ -114,7 +114,7 @@ def create_app(service: Service) -> FastAPI:
         length = len(payload.prompt or "")
         if payload.messages is not None:
             length = prompts.length(payload.messages, payload.tools, payload.chat_template_kwargs)
-        tokens, texts = await apart(request, work, length)
+        tokens, texts = await on_long_thread(request, work, length)
         return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": texts}
 
     @app.post("/detokenize", responses=ERRORS)
@@ -128,25 +128,25 @@ def create_app(service: Service) -> FastAPI:
         def work(tokenizer: Tokenizer) -> str:
             return tokenizer.decode(payload.tokens, skip_special_tokens=False)
 
-        return {"prompt": await apart(request, work, 4 * len(payload.tokens))}  # characters, about
+        return {"prompt": await on_long_thread(request, work, 4 * len(payload.tokens))}  # about 4 characters a token
 
     async def health() -> Response:
-        """Whether this process and its engine work."""
+        """Returns 200 while this process and its engine work, else 503."""
         status = service.engine.status
         return JSONResponse({"status": status}, 200 if status == "ready" else 503)
 
     async def ready() -> Response:
-        """Whether a request would be taken now: not while it drains, nor with a full queue."""
+        """Returns 200 if a request would be accepted now, else 503: the server loads, shuts down, or its queue is full."""
         accepting = service.engine.is_accepting
         return JSONResponse({"ready": accepting, "status": service.engine.status}, 200 if accepting else 503)
 
     for path, answer in (("/health", health), ("/ready", ready)):
-        app.get(path, responses={503: {"description": "Not now; the body says in which state it is."}})(answer)
+        app.get(path, responses={503: {"description": "Not now; the body has the server's state."}})(answer)
         app.head(path, include_in_schema=False)(answer)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        # Until the engine is there, all figures are zero.
+        # Until the engine is ready, all figures are zero.
         text = await service.engine.figures() if service.engine.state == "ready" else Metrics(flags.names[0]).render()
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -167,7 +167,7 @@ def create_app(service: Service) -> FastAPI:
 
 class App(FastAPI):
     def openapi(self) -> dict[str, Any]:
-        """The description, with errors as they are: every refusal has OpenAI's shape and is a 400, not FastAPI's 422."""
+        """Returns the OpenAPI schema without FastAPI's 422: invalid requests get a 400 with OpenAI's error format."""
         schema = super().openapi()
         schema.setdefault("components", {}).setdefault("schemas", {})["Error"] = ERROR_SCHEMA
         for path in schema["paths"].values():
@@ -177,7 +177,7 @@ class App(FastAPI):
 
 
 def checked_route(limits: Limits) -> type[APIRoute]:
-    """Routes that look at a body's size and shape before the validation, whose errors on a huge one take seconds."""
+    """Returns a route class that checks a body's size and nesting before validation: errors on a huge body take seconds."""
 
     class CheckedRequest(Request):
         async def json(self) -> Any:

@@ -1,6 +1,6 @@
-"""The engine as the event loop sees it: calls go out, tokens come in, over a socket.
+"""The engine's client in an HTTP process: sends calls to the engine over a socket and receives their tokens.
 
-An HTTP process counts what it handed over, so that the queue is bounded without asking the other side. Streams are written
+An HTTP process counts the answers it has submitted, so it can bound the queue without asking the engine. Streams are written
 from `_receive` itself: no task is woken for a token.
 """
 
@@ -45,7 +45,7 @@ from fledge.tokenizer import Tokenizer
 
 log = logging.getLogger("fledge.serving")
 
-# How often the event loop is looked at, and how often what was seen is reported.
+# How often the event loop's lag is measured, and how often the measurements are sent to the engine.
 LAG_SECONDS, REPORT_SECONDS = 0.1, 1.0
 JOIN_SECONDS = 10.0
 
@@ -63,8 +63,8 @@ def shutting_down() -> ApiError:
 
 
 class AsyncEngine:
-    """`host`: runs the engine; None in an HTTP process that another one has started. `prepare` is called in a thread when the
-    engine is ready, and gives the tokenizer."""
+    """The connection of one HTTP process to the engine. `host`: runs the engine; None in an HTTP process that another one has
+    started. `prepare` is called in a thread when the engine is ready, and returns the tokenizer."""
 
     def __init__(
         self,
@@ -76,24 +76,24 @@ class AsyncEngine:
     ) -> None:
         self.channel, self.host, self.max_queue, self.request_timeout = channel, host, max_queue, request_timeout
         self.state = "loading"  # loading | ready | failing | stopped
-        self.is_open = False  # the other HTTP processes are ready too
-        self.failure: UserError | None = None  # why the process must end
+        self.is_open = False  # every HTTP process accepts requests
+        self.failure: UserError | None = None  # why the process has to exit
         self.info: Ready | None = None
         self.tokenizer: Tokenizer | None = None
-        self.num_in_flight = 0  # answers handed over and not finished
-        self.others_in_flight = 0  # those of other HTTP processes, when the engine last said
-        self.draining = False  # SIGTERM has come: what runs may finish
+        self.num_in_flight = 0  # answers submitted and not finished
+        self.others_in_flight = 0  # the same in other HTTP processes, as the engine last reported
+        self.draining = False  # SIGTERM was received: running requests may finish
         self.on_failure: Callable[[], None] = lambda: None
-        self.before_stop: Callable[[], Awaitable[None]] = _nothing  # other HTTP processes need the engine until they have ended
+        self.before_stop: Callable[[], Awaitable[None]] = _nothing  # waits for other HTTP processes, which need the engine
         self.event_loop: asyncio.AbstractEventLoop
         self._prepare = prepare
         self._generations: dict[int, Generation] = {}
-        self._waiting: dict[int, asyncio.Future[Any]] = {}  # for grammars and figures
+        self._waiting: dict[int, asyncio.Future[Any]] = {}  # for compiled grammars and figures, by message id
         self._numbers = itertools.count(1)
-        self._latency = [0.0, 0]  # seconds and number of calls
+        self._latency = [0.0, 0]  # summed seconds, and number of finished calls
         self._num_rejected = 0
         self._is_writing = False
-        self._ending: asyncio.Task[None] | None = None  # looks for the reason of the engine's end
+        self._ending: asyncio.Task[None] | None = None  # finds out why the engine ended
 
     def start(self) -> None:
         self.event_loop = asyncio.get_running_loop()
@@ -102,7 +102,7 @@ class AsyncEngine:
         self.event_loop.add_reader(self.channel.fileno(), self._receive)
 
     async def stop(self) -> None:
-        """Tells whoever waits, and hangs up: an engine whose first HTTP process has gone ends."""
+        """Fails all waiting calls and closes the connection. The engine exits when the main HTTP process disconnects."""
         if self.state != "stopped":
             await self.before_stop()
             was_loading = self.state == "loading"
@@ -111,11 +111,11 @@ class AsyncEngine:
             self._close()
             if self._ending is not None:
                 await self._ending
-            if self.host is not None and not was_loading:  # loading cannot be hurried, and ends with the process
+            if self.host is not None and not was_loading:  # loading cannot be interrupted; it ends with the process
                 await asyncio.to_thread(self.host.join, JOIN_SECONDS)
 
     async def stop_after(self, seconds: float) -> None:
-        """The limit of a graceful end: what runs longer is told so instead of being cut off."""
+        """Limits a graceful shutdown: requests that still run after `seconds` get an error instead of a closed connection."""
         await asyncio.sleep(seconds)
         self.state = "stopping"
         self._fail_all(shutting_down())
@@ -126,7 +126,7 @@ class AsyncEngine:
             self.event_loop.remove_writer(self.channel.fileno())
             self.channel.close()
 
-    # Room
+    # Capacity
 
     @property
     def capacity(self) -> int:
@@ -142,7 +142,7 @@ class AsyncEngine:
         return self.info
 
     def check_capacity(self, num_answers: int, caller: str = "") -> None:
-        """Refuses what there is no room for, before anything is made for it."""
+        """Raises ApiError if the queue has no room for the answers, before any work is done for them."""
         info = self.check_ready()
         if num_answers > self.capacity:
             raise ApiError(
@@ -155,17 +155,17 @@ class AsyncEngine:
             raise overloaded(f"the server is busy with {in_flight} answers; try again later", self._retry_after())
 
     def count_rejected(self) -> None:
-        """A request was turned away because a queue is full: for /metrics."""
+        """Counts a request that was refused because a queue is full, for /metrics."""
         self._num_rejected += 1
 
     @property
     def status(self) -> str:
-        """The server's state: it is loading until every HTTP process takes requests, as the next one may reach any of them."""
+        """The server's state: "loading" until every HTTP process accepts requests, as a request may reach any of them."""
         return "loading" if self.state == "ready" and not self.is_open else self.state
 
     @property
     def is_accepting(self) -> bool:
-        """Whether a request would be taken now."""
+        """Whether a request would be accepted now."""
         in_flight = self.num_in_flight + self.others_in_flight
         return self.status == "ready" and not self.draining and in_flight < self.capacity
 
@@ -182,9 +182,9 @@ class AsyncEngine:
         options: CallOptions = CallOptions(),  # noqa: B008 - frozen
         deadline: float | None = None,
     ) -> Generation:
-        """Hands the works to the engine and returns when it has taken them; refuses when the queue is full.
+        """Sends the answers to produce to the engine and returns when it has accepted them. ApiError: the queue is full.
 
-        `deadline`: when it fails if it is not complete, by the event loop's clock.
+        `deadline`: the time on the event loop's clock at which an incomplete generation fails.
         """
         try:
             self.check_capacity(len(works), options.caller)
@@ -207,14 +207,14 @@ class AsyncEngine:
         return generation
 
     def new_deadline(self) -> float | None:
-        """Of a request that comes now, by the event loop's clock."""
+        """Returns the deadline of a request that arrives now, on the event loop's clock; None: no limit."""
         return self.event_loop.time() + self.request_timeout if self.request_timeout else None
 
     def late(self) -> ApiError:
         return ApiError(f"the answer took longer than {self.request_timeout:g} s", 504, code="timeout")
 
     def forget(self, generation: Generation, abort: bool = False) -> None:
-        """It is complete, or it was cancelled."""
+        """Drops a generation that is complete or, with `abort`, was cancelled."""
         if self._generations.pop(generation.number, None) is None:
             return
         if abort:
@@ -224,12 +224,12 @@ class AsyncEngine:
             self._latency[1] += 1
 
     async def compile(self, kind: str, value: str | list[str] | None, caller: str) -> int:
-        """A grammar's number, for one call; `release` it if that call is not made."""
+        """Compiles a grammar and returns its number, which is valid for one call; `release` it if that call is not made."""
         self.check_ready()
         number = next(self._numbers)
         try:
             await self._answer(Compile(number, caller, kind, value), number)
-        except asyncio.CancelledError:  # the caller has gone, or it took too long
+        except asyncio.CancelledError:  # the client disconnected, or the request timed out
             self.release(number)
             raise
         return number
@@ -238,7 +238,7 @@ class AsyncEngine:
         self._send(Forget(grammar))
 
     async def figures(self, of_learning: bool = False) -> bytes:
-        """For /metrics, or for /learning; empty: the server does not learn."""
+        """Returns the body of /metrics, or with `of_learning` of /learning; empty: the server does not learn."""
         number = next(self._numbers)
         return await self._answer(AskFigures(number, of_learning), number)
 
@@ -251,13 +251,13 @@ class AsyncEngine:
             del self._waiting[number]
 
     def cancel_waiting(self) -> None:
-        """Those that wait for a grammar are told that there will be none."""
+        """Fails the requests that wait for a grammar or for figures."""
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(shutting_down())
 
     async def watch_event_loop(self) -> None:
-        """Measures how long the event loop is kept busy by one thing: every stream waits as long."""
+        """Measures how late the event loop runs a timer: all streams stall for that long."""
         loop, lags = self.event_loop, []
         while True:
             due = loop.time() + LAG_SECONDS
@@ -287,7 +287,7 @@ class AsyncEngine:
             self.event_loop.remove_writer(self.channel.fileno())
 
     def _receive(self) -> None:
-        """Hot path: runs after every step. What came in several messages meanwhile is passed on together."""
+        """Hot path: runs after every step. Delivers the outputs of all messages that have arrived, grouped by call."""
         messages = self.channel.receive()
         steps = [message for message in messages if type(message) is Step]
         by_call: dict[int, list[Output]] = {}
@@ -302,7 +302,7 @@ class AsyncEngine:
         if len(steps) < len(messages):
             for message in messages:
                 if type(message) is not Step:
-                    # What a call was sent before it failed has been dropped with it; what comes after is dropped.
+                    # If this message fails a call, the call's outputs in `by_call` are dropped below: its generation is gone.
                     self._take(message)
         for number, outputs in by_call.items():
             if (generation := self._generations.get(number)) is not None:
@@ -315,9 +315,9 @@ class AsyncEngine:
                 self._ending = self.event_loop.create_task(self._end_with_reason())
 
     async def _end_with_reason(self) -> None:
-        """In a thread: a process may take seconds to end, and its callers are told meanwhile."""
+        """Finds out why the engine ended. In a thread: its process may take seconds to exit."""
         reason = await asyncio.to_thread(self.host.why_ended) if self.host is not None else "the engine has gone"
-        self._die(UserError(reason), not_running())
+        self._shut_down(UserError(reason), not_running())
 
     def _take(self, message: ToApiServer) -> None:
         match message:
@@ -327,7 +327,7 @@ class AsyncEngine:
             case Open():
                 self.is_open = True
             case Failed(reason):
-                self._die(UserError(reason), internal_error())
+                self._shut_down(UserError(reason), internal_error())
             case Taken(number):
                 if (generation := self._generations.get(number)) is not None and not generation.taken.done():
                     generation.taken.set_result(None)
@@ -344,22 +344,22 @@ class AsyncEngine:
         try:
             self.tokenizer = await asyncio.to_thread(self._prepare, info)
         except UserError as error:
-            self._die(error, not_running())
+            self._shut_down(error, not_running())
         except Exception:
             log.exception("the tokenizer could not be loaded")
-            self._die(UserError("the tokenizer could not be loaded; the log above says why"), not_running())
+            self._shut_down(UserError("the tokenizer could not be loaded; the log above says why"), not_running())
         else:
             if self.state == "loading":
                 self.state = "ready"
                 self._send(Prepared())
 
     def fail(self, reason: str) -> None:
-        """For what else must not go on without."""
-        if self._ending is None:  # else it is a consequence: the reason is on its way
-            self._die(UserError(reason), not_running())
+        """Shuts the server down because a part that it needs has ended, such as another HTTP process."""
+        if self._ending is None:  # else the engine has ended, which caused this; `_end_with_reason` reports why
+            self._shut_down(UserError(reason), not_running())
 
-    def _die(self, reason: UserError, error: ApiError) -> None:
-        """Nothing can be answered any more: everyone is told, and the process is asked to end."""
+    def _shut_down(self, reason: UserError, error: ApiError) -> None:
+        """Fails all calls and starts the shutdown of this process. `reason`: for the log; `error`: for clients."""
         if self.failure is None:
             self.failure, self.state = reason, "failing"
             self._fail_all(error)
@@ -374,7 +374,7 @@ class AsyncEngine:
 
 
 def _add(generation: Generation, works: Sequence[Work], options: CallOptions) -> Add:
-    """Prompts and parameters that answers share go once."""
+    """Builds the message of a call; prompts and parameters that answers share are sent once."""
     prompts = {id(work.prompt): work.prompt for work in works}
     params = {id(work.params): work.params for work in works}
     prompt_place = {key: place for place, key in enumerate(prompts)}

@@ -1,4 +1,4 @@
-"""From the command line to the engine that a server runs."""
+"""Builds the engine that a server runs from the command line's flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ log = logging.getLogger("fledge.serving")
 
 
 def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
-    """The engine, warmed up, and the model's defaults for sampling."""
+    """Builds and warms up the engine. Returns it with the model's sampling defaults."""
     imported = process_seconds()
     found = sources.find(flags.model)  # a GGUF file has no generation_config.json
     defaults: dict[str, Any] = {}
@@ -35,14 +35,14 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
         defaults = generation_defaults(found if flags.generation_config == "auto" else Path(flags.generation_config))
     config = flags.engine_config
     method = quantization_of(found)
-    if method and config.quantization == method:  # fp8, which plain weights could become: this checkpoint has it
+    if method and config.quantization == method:  # fp8: the checkpoint is in fp8 already, so nothing is left to quantise
         config = replace(config, quantization="none")
     if flags.checkpoint_quantization not in (None, method):
         is_so = f"quantised by {method}" if method else "not quantised"
         raise UserError(f"--quantization {flags.checkpoint_quantization}: {flags.model} is {is_so}; leave it out")
     speculative = flags.speculative_config
     if flags.learn is not None:
-        from fledge.learning.setup import build_learning_engine  # brings all of training, which others need not wait for
+        from fledge.learning.setup import build_learning_engine  # imported here: it imports all of training, which takes time
 
         engine = build_learning_engine(flags.model, speculative.speculation, config, flags.learn)
     else:
@@ -60,12 +60,12 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
         "the engine took %.1f s to start: %.1f s for imports, %.1f s for weights and cache, %.1f s to warm up",
         *((ready := process_seconds()), imported, loaded - imported, ready - loaded),
     )
-    if flags.engine_config.kv_cache_tokens:  # asked for: taken at once, so that the server's memory stays what it is
+    if flags.engine_config.kv_cache_tokens:  # explicit size: allocated at once, so that the server's memory does not grow later
         for owner in (engine.executor, engine.drafter):
             if isinstance(cache := getattr(owner, "cache", None), PagedKV):
                 cache.take_memory()
     if flags.drift_probe_every and not isinstance(engine.drafter, EagleSpeculator):
-        raise UserError("--drift-probe-every looks at EAGLE drafts; name an EAGLE drafter, or leave it out")
+        raise UserError("--drift-probe-every probes EAGLE drafts only; give an EAGLE drafter, or leave it out")
     if flags.drift_probe_every or engine.controller.guard is not None:
         metrics.probe = probe = watch_drafts(engine, flags.drift_probe_every or None)
         if probe is not None:
@@ -74,14 +74,14 @@ def build(flags: ServeFlags, metrics: Metrics) -> tuple[Engine, dict[str, Any]]:
 
 
 def quantization_of(found: Path) -> str | None:
-    """The method of a checkpoint that is quantised already, by its config.json."""
+    """Returns the quantisation method that a checkpoint's config.json names; None: it is not quantised."""
     file = found / "config.json"
     settings = read_json(file).get("quantization_config") if file.is_file() else None
     return settings.get("quant_method") if isinstance(settings, dict) else None
 
 
 def process_seconds() -> float:
-    """How long this process has run. Without /proc: a clock, so that differences hold."""
+    """Returns the seconds since this process started. Without /proc: a clock's time, so only differences are valid."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,8 +1,8 @@
-"""Messages over a socket that never make their sender wait.
+"""Non-blocking messages over a socket.
 
-A frame is its length and a msgpack message. What the socket does not take is kept, and sent when it can be. That is bounded
-without a limit of its own: an HTTP process has a bounded number of answers under way, each of bounded length, and the engine
-sends nothing else.
+A frame is a length followed by a msgpack message. Data that the socket does not accept is buffered and sent later. The buffer
+needs no limit of its own: the engine sends only answers and replies, and an HTTP process has a bounded number of requests in
+flight, each with an answer of bounded length.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Channel(Generic[Received]):
-    """One end. `kinds`: what the other end sends."""
+    """One end of a connection. `kinds`: the message types that the other end sends."""
 
     def __init__(self, connection: socket.socket, kinds: Any) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.is_closed = False  # by the other end, and all that it sent has been read
+        self.is_closed = False  # closed by the other end, and all that it sent has been read
         self._is_broken = False  # nothing can be sent any more
         self._decode = msgspec.msgpack.Decoder(kinds).decode
         self._unsent: deque[memoryview] = deque()
@@ -47,7 +47,7 @@ class Channel(Generic[Received]):
             self.flush()
 
     def flush(self) -> None:
-        """Sends what the socket takes now."""
+        """Sends as much as the socket accepts now."""
         unsent = self._unsent
         try:
             while unsent:
@@ -58,12 +58,12 @@ class Channel(Generic[Received]):
                     unsent.popleft()
         except (BlockingIOError, InterruptedError):
             pass
-        except OSError:  # the other end has gone; its last words may be unread, and reading says when it closed
+        except OSError:  # the other end closed; its last messages may be unread, so `receive` sets `is_closed`
             unsent.clear()
             self._is_broken = True
 
     def receive(self) -> list[Received]:
-        """All messages that have arrived."""
+        """Returns all messages that have arrived."""
         messages: list[Received] = []
         if self.is_closed:
             return messages

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`."""
+"""The route `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fledge.serving.protocol import ChatRequest, NamedTool
 from fledge.serving.reasoning import REASONING_PARSERS, ReasoningParser
 from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, TextEvents, begin, unless_gone
+from fledge.serving.streaming import EventStream, TextEvents, begin, json_response
 from fledge.serving.tool_parsers import TOOL_PARSERS, ToolParser
 from fledge.serving.tool_parsers.forced import NamedParser, RequiredParser, required_schema
 from fledge.tokenizer import Tokenizer
@@ -28,7 +28,7 @@ from fledge.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ChatCall:
-    """One call, made ready: what to generate and how to read it."""
+    """A prepared request: what to generate, and how to parse the answers."""
 
     service: Service
     payload: ChatRequest
@@ -48,11 +48,11 @@ class ChatCall:
 
 
 class ChoiceReader:
-    """Takes one choice apart as it comes: deltas of its message, and log-probabilities of what is shown of it."""
+    """Parses one choice as its text arrives: deltas of its message, and log-probabilities of the part that is shown."""
 
     def __init__(self, call: ChatCall, parser: MessageParser) -> None:
         self.call, self.parser = call, parser
-        self._held: list[TokenLogprob] = []  # of a thought that is not shown, or of what may be one
+        self._held: list[TokenLogprob] = []  # of text that is hidden because it is, or may be, reasoning
 
     def read(self, progress: Progress) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
         parser = self.parser
@@ -76,7 +76,7 @@ async def create(service: Service, payload: ChatRequest, request: Request) -> An
     call, generation = await begin(service.engine, request, prepare(service, payload, caller))
     if payload.stream:
         return EventStream(generation, ChatStream(call))
-    return await unless_gone(request, generation, collect(call, generation))
+    return await json_response(request, generation, collect(call, generation))
 
 
 async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> ChatCall:
@@ -119,14 +119,14 @@ async def prepare(service: Service, payload: ChatRequest, caller: str = "") -> C
 
 
 def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], ToolParser] | None, Any]:
-    """How calls are read, and the schema that forces them if the request does."""
+    """Returns what makes the parser of tool calls, and the JSON schema that forces a call if the request asks for one."""
     choice = payload.tool_choice or "auto"
     if not payload.tools or choice == "none":
         return None, None
     functions = {tool.function.name: tool.function.parameters for tool in payload.tools}
     wanted = payload.response_format is not None and payload.response_format.type != "text"
     if choice != "auto" and (wanted or payload.structured_outputs):
-        raise ApiError("a forced tool_choice and structured output exclude each other", param="tool_choice")
+        raise ApiError("a forced tool_choice and structured output exclude each other; give one", param="tool_choice")
     if isinstance(choice, NamedTool):
         name = choice.function.name
         return lambda: NamedParser(name), functions[name] or {"type": "object", "properties": {}}
@@ -149,7 +149,7 @@ def _tool_parser(service: Service, payload: ChatRequest) -> tuple[Callable[[], T
 
 
 def _end_of_thought(tokenizer: Tokenizer, reasoning: ReasoningParser | None) -> list[int] | None:
-    """What precedes the part of an answer that its grammar holds for, if it begins with a thought."""
+    """Returns the tokens that end the reasoning, after which the grammar applies; None: the answer begins without reasoning."""
     if reasoning is None or reasoning.state == "answering":
         return None
     return tokenizer.encode(reasoning.end, add_special_tokens=False)
@@ -192,7 +192,7 @@ class ChatStream(ChunkStream):
         return b"".join(self._chunk(index, {"role": "assistant", "content": ""}) for index in range(self.payload.n))
 
     def push(self, progress: Progress) -> bytes:
-        """Hot path where there is nothing but text: one precomputed event a step."""
+        """Hot path if chunks hold only text: one precomputed event per step."""
         index = progress.answer.index
         if self.has_plain_text:
             text = progress.text

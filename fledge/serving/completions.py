@@ -1,4 +1,4 @@
-"""`/v1/completions`."""
+"""The route `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fledge.serving.generation import CallOptions, Generation, Progress, Work
 from fledge.serving.protocol import CompletionRequest
 from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, TextEvents, begin, unless_gone
+from fledge.serving.streaming import EventStream, TextEvents, begin, json_response
 from fledge.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class CompletionCall:
-    """One call, made ready. Choice i answers prompt i // n."""
+    """A prepared request. Choice i answers prompt i // n."""
 
     service: Service
     payload: CompletionRequest
@@ -30,7 +30,7 @@ class CompletionCall:
     prompts: list[list[int]]
     works: list[Work]
     options: CallOptions
-    echoes: list[str]  # per prompt: what precedes the answer
+    echoes: list[str]  # per prompt: the text to return before the answer
     id: str
     created: int
 
@@ -45,7 +45,7 @@ class CompletionCall:
         return self.echoes[index // self.payload.n]
 
     def new_logprobs(self) -> list[CompletionLogprobs] | None:
-        """One for each choice; None if they are not wanted."""
+        """Returns a formatter of log-probabilities for each choice; None if the request wants none."""
         if self.payload.logprobs is None:
             return None
         tokenizer, skips = self.service.tokenizer, self.payload.skip_special_tokens
@@ -57,11 +57,11 @@ async def create(service: Service, payload: CompletionRequest, request: Request)
     call, generation = await begin(service.engine, request, prepare(service, payload, caller))
     if payload.stream:
         return EventStream(generation, CompletionStream(call))
-    return await unless_gone(request, generation, collect(call, generation))
+    return await json_response(request, generation, collect(call, generation))
 
 
 def _given(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
-    """A text, token ids, or several of either."""
+    """Returns the prompts of a request as a list: the field holds a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return [prompt]
     ids = [one for one in prompt if isinstance(one, int)]
@@ -74,7 +74,7 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
     if not given:
         raise ApiError("the prompt is empty; give at least one token", param="prompt")
     service.check_limits(payload, len(given), caller)
-    # One by one, so that other callers' prompts come in between.
+    # One by one, so that other clients' prompts are tokenised in between.
     prompts = [await _tokens(service, payload, one, caller) for one in given]
     longest = max(prompts, key=len)
     shared = service.sampling_params(payload, service.max_tokens(longest, payload.max_tokens), payload.logprobs)
@@ -88,7 +88,7 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
             works.append(Work(prompt, by_length[len(prompt)], service.answer_seed(payload.seed, choice)))
     echoes = [""] * len(prompts)
     if payload.echo:
-        length = sum(4 * len(one) for one in given if not isinstance(one, str))  # characters, about
+        length = sum(4 * len(one) for one in given if not isinstance(one, str))  # about 4 characters a token
         echoes = await service.tokenize(lambda tokenizer: [_echo(tokenizer, one) for one in given], length, caller)
     grammar = await service.compile_grammar(payload, shared, caller)
     options = CallOptions(caller, payload.speculate, payload.learn, payload.include_speculation, grammar)
@@ -97,13 +97,13 @@ async def prepare(service: Service, payload: CompletionRequest, caller: str = ""
 
 
 def _echo(tokenizer: Tokenizer, given: str | list[int]) -> str:
-    """The prompt as it was sent."""
+    """Returns the text of a prompt as it was sent."""
     return given if isinstance(given, str) else tokenizer.decode(given, skip_special_tokens=False)
 
 
 async def _tokens(service: Service, payload: CompletionRequest, given: str | list[int], caller: str) -> list[int]:
     if not isinstance(given, str):
-        service.max_tokens(given, None)  # refused now, rather than after all others were tokenised
+        service.max_tokens(given, None)  # checks the length now, not after all others were tokenised
         return given
     await asyncio.sleep(0)
 
@@ -158,7 +158,7 @@ class CompletionStream(ChunkStream):
         return b"".join(self._chunk(index, self.call.echo(index)) for index in range(len(self.call.works)))
 
     def push(self, progress: Progress) -> bytes:
-        """Hot path where there is nothing but text: one precomputed event a step."""
+        """Hot path if chunks hold only text: one precomputed event per step."""
         answer, text = progress.answer, progress.text
         index = answer.index
         if self.has_plain_text and progress.finish_reason is None:

@@ -1,4 +1,4 @@
-"""Sampling defaults for requests that leave a parameter open: the model's own, and the operator's over them."""
+"""Sampling defaults for parameters that a request does not set: the model's own, overridden by the operator's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from fledge.errors import RequestError, UserError
 from fledge.sampling import SamplingParams
 
-# By their names in generation_config.json: those of SamplingParams.
+# Names in generation_config.json, with the names in SamplingParams.
 DEFAULTABLE = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -21,32 +21,32 @@ DEFAULTABLE = {
 
 
 def generation_defaults(folder: Path) -> dict[str, Any]:
-    """Of a model's generation_config.json, if it has one; what does not concern sampling is left aside."""
+    """Returns the sampling defaults in a model's generation_config.json, if it has one. Other keys are ignored."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return {}
     try:
         given = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(given, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be read ({error}); mend it, or give --generation-config vllm") from None
+        raise UserError(f"{file} cannot be read ({error}); correct it, or give --generation-config vllm") from None
     known = {name: given[name] for name in DEFAULTABLE if given.get(name) is not None}
-    return checked(known, f"{file}", "mend it, or give --generation-config vllm")
+    return checked(known, f"{file}", "correct it, or give --generation-config vllm")
 
 
 def overriding_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """Of --override-generation-config."""
+    """Returns the sampling defaults given with --override-generation-config."""
     for name in given:
         if name not in DEFAULTABLE:
             known = ", ".join(DEFAULTABLE)
-            raise UserError(f"--override-generation-config: {name!r:.80} is no default of sampling; known are {known}")
+            raise UserError(f"--override-generation-config: {name!r:.80} is not a sampling parameter; give one of {known}")
     given = {name: value for name, value in given.items() if value is not None}
     return checked(given, "--override-generation-config", "give another value")
 
 
 def checked(given: dict[str, Any], source: str, remedy: str) -> dict[str, Any]:
-    """UserError at the start, rather than one for every request that takes a default."""
+    """Returns the defaults, checked. UserError at the start, rather than an error in every request that uses a default."""
     given = {name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in given.items()}
     for name, value in given.items():
         try:

@@ -1,4 +1,4 @@
-"""What the engine's loop knows of the processes that speak HTTP, of their calls and of the answers that run."""
+"""The engine loop's records of HTTP processes, of their calls, and of running answers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class ApiServer(Channel[ToEngine]):
-    """A process that speaks HTTP."""
+    """The connection to one HTTP process."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection, ToEngine)
         self.is_prepared = False
-        self.num_in_flight = 0  # answers taken and not finished
-        self.told_in_flight = 0  # of the others, as it was told last
-        self.outputs: list[Output] = []  # of the current step
+        self.num_in_flight = 0  # answers accepted and not finished
+        self.reported_in_flight = 0  # answers in flight in other HTTP processes, as last sent to this one
+        self.outputs: list[Output] = []  # outputs of the current step, to be sent
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class Tracked:
     last_token: float = 0.0
 
     def failure(self) -> Exception | None:
-        """Why a logits processor cannot go on, as a grammar that takes too long: a UserError or an ApiError."""
+        """Returns the UserError or ApiError of a logits processor that failed, such as a grammar that takes too long."""
         failures = (getattr(processor, "failure", None) for processor in self.request.params.logits_processors)
         return next(filter(None, failures), None)
 

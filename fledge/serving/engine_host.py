@@ -1,4 +1,4 @@
-"""Where the engine's loop runs: in a process of its own, or in a thread of the only HTTP process."""
+"""Runs the engine loop in a process of its own, or in a thread of the only HTTP process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class EngineThread:
-    """A daemon: it does not keep the process from ending while a model is loaded."""
+    """Runs the engine loop in a daemon thread, so that the process can exit while a model is loaded."""
 
     def __init__(self, flags: ServeFlags, connections: Sequence[socket.socket], build: Any = None) -> None:
         self.flags, self.connections, self.build = flags, connections, build
@@ -42,18 +42,18 @@ class EngineThread:
         self.loop.run()
 
     def join(self, timeout: float) -> bool:
-        """Waits for its end; the connection's has come before. False: it goes on."""
+        """Waits for the thread to end, after its connection was closed. Returns False if it still runs."""
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive() and not (self.loop is not None and self.loop.has_masks_left)
 
     def why_ended(self) -> str:
-        """For an engine that ended without a word."""
+        """Returns the reason to report if the engine ended without sending one."""
         return "the engine's thread ended"
 
 
 class EngineProcess:
-    """A fresh interpreter: nothing of this process's threads or devices is in it. It ends when this process does."""
+    """Runs the engine loop in a new interpreter, which shares no threads or device state with this one and ends with it."""
 
     def __init__(self, flags: ServeFlags, connections: Sequence[socket.socket]) -> None:
         self.flags, self.connections = flags, connections
@@ -65,7 +65,7 @@ class EngineProcess:
             connection.close()
 
     def join(self, timeout: float) -> bool:
-        """The same, but it is killed when it has not ended in time."""
+        """Waits for the process to end, and kills it after `timeout` seconds."""
         assert self.process is not None
         try:
             self.process.wait(timeout)
@@ -88,7 +88,7 @@ EngineHost = EngineThread | EngineProcess
 
 
 def start_child(module: str, flags: ServeFlags, connections: Sequence[socket.socket]) -> subprocess.Popen:
-    """`python -m MODULE DESCRIPTOR…`, which reads the flags from its standard input."""
+    """Starts `python -m MODULE PID DESCRIPTOR…`, which reads the flags from its standard input."""
     descriptors = [connection.fileno() for connection in connections]
     process = subprocess.Popen(
         [sys.executable, "-m", module, str(os.getpid()), *map(str, descriptors)], pass_fds=descriptors, stdin=subprocess.PIPE
@@ -100,18 +100,18 @@ def start_child(module: str, flags: ServeFlags, connections: Sequence[socket.soc
 
 
 def begin_child(arguments: Sequence[str]) -> tuple[ServeFlags, list[socket.socket]]:
-    """The other side of `start_child`. From here on the process dies with its parent."""
+    """Reads what `start_child` passed to this process. From here on this process is killed when its parent dies."""
     parent, *descriptors = map(int, arguments)
-    with contextlib.suppress(OSError, AttributeError):  # not Linux: there the closed connection ends it, between two steps
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: there the closed connection ends the loop
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has died before
+    if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)
     flags = pickle.load(sys.stdin.buffer)
     return flags, [socket.socket(fileno=descriptor) for descriptor in descriptors]
 
 
 def main() -> None:
-    """The engine's process. Signals to a whole group are for HTTP processes, which let requests finish; then they hang up."""
+    """Runs the engine process. It ignores SIGINT and SIGTERM: HTTP processes handle them, finish requests, then disconnect."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     flags, connections = begin_child(sys.argv[1:])
@@ -125,7 +125,7 @@ def main() -> None:
     failure = EngineLoop(flags, connections, build).run()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if failure is None else 1)  # no thread that compiles is waited for
+    os._exit(0 if failure is None else 1)  # does not wait for threads that compile grammars
 
 
 if __name__ == "__main__":

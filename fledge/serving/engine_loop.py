@@ -1,11 +1,11 @@
-"""The engine's side of the server: takes calls from one or more HTTP processes, steps the engine, sends each its new tokens.
+"""The engine loop: takes calls from one or more HTTP processes, steps the engine, and sends each process its new tokens.
 
     HTTP processes   Add, Abort  --->  between two steps: check, queue, abort
-                                       from the queue into the engine: callers take turns
-                     Step        <---  after each step, one message to each of them that has tokens in it
+                                       from the queue into the engine: round-robin over clients
+                     Step        <---  after each step, one message to each process that has tokens in it
 
-It runs in a process of its own, or in a thread of the only HTTP process. It never waits for one. What is wrong with one call
-ends that call. An engine that cannot be trusted any more ends the loop: every HTTP process is told why.
+It runs in a process of its own, or in a thread of the only HTTP process. It never blocks on an HTTP process. An error in one
+call ends that call alone. An engine failure ends the loop, and every HTTP process gets the reason.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fledge.serving")
 
-# A step that fails takes its requests with it; after so many in a row the engine is not trusted any more.
+# A failed step fails its requests; after this many failed steps in a row the engine stops.
 MAX_FAILURES = 3
-# Seconds without requests before the engine records graphs, during which a new request would wait 0.1 s. Requests come in
-# bursts: with 16 users a pause between two bursts that was used to record a graph cost 13 % of the second one's tokens/s.
+# Seconds without requests before the engine captures CUDA graphs, during which a new request would wait 0.1 s. Requests come in
+# bursts: with 16 users, capturing a graph in the pause between two bursts cost 13 % of the second burst's tokens/s.
 QUIET_SECONDS = 2.0
-LONGEST_WAIT = 3600.0  # seconds, for the hook's next work: poll() takes at most 2^31 ms
-# For the last messages of an engine that ends.
-LAST_WORDS_SECONDS = 2.0
+LONGEST_WAIT = 3600.0  # seconds to wait for the hook's next work: poll() takes at most 2^31 ms
+# Time to send the reason of a failure to the HTTP processes before the engine exits.
+SEND_FAILURE_SECONDS = 2.0
 
 
 class EngineLoop:
-    """`connections`: one for each HTTP process; the loop ends when the first one's other end closes."""
+    """Runs the engine for all HTTP processes. `connections`: one each; when that of the main one closes, the loop ends."""
 
     def __init__(
         self,
@@ -76,19 +76,19 @@ class EngineLoop:
     ) -> None:
         self.flags, self._build = flags, build
         self.metrics = Metrics(flags.names[0])
-        self._engine: Engine | None = None  # until it is built
+        self._engine: Engine | None = None  # None until it is built
         self.failure: UserError | None = None
         self.api_servers = [ApiServer(connection) for connection in connections]
         self._grammar_jobs: GrammarJobs | None = None
         self._main = self.api_servers[0]
         self._waiting: FairQueue[tuple[Call, int]] = FairQueue()
-        self._busy_until: float  # from the start on
+        self._busy_until: float  # set when the engine starts
         self._tracked: dict[str, Tracked] = {}
         self._unstarted: dict[str, Tracked] = {}
         self._calls: dict[tuple[ApiServer, int], Call] = {}
         self._grammars: dict[tuple[ApiServer, int], Grammar] = {}
         self._failures = 0
-        self._wake, self._woken = socket.socketpair()  # threads that compile end the wait for messages
+        self._wake, self._woken = socket.socketpair()  # threads that compile grammars wake the loop
         self._poll = select.poll()
         self._by_descriptor = {api_server.fileno(): api_server for api_server in self.api_servers}
         for descriptor in (*self._by_descriptor, self._woken.fileno()):
@@ -107,11 +107,11 @@ class EngineLoop:
 
     @property
     def has_masks_left(self) -> bool:
-        """Whether a thread is still inside the grammar library, for a mask that timed out."""
+        """Whether a thread still computes a grammar mask that timed out."""
         return self._grammar_jobs is not None and self._grammar_jobs.is_busy
 
     def run(self) -> UserError | None:
-        """Until the first HTTP process has gone; why it had to end before that."""
+        """Runs until the main HTTP process disconnects. Returns the error if the engine failed before that."""
         try:
             self._start()
             while not self._main.is_closed:
@@ -120,16 +120,16 @@ class EngineLoop:
                 if self.engine.has_unfinished():
                     self._step()
                 if len(self.api_servers) > 1:
-                    self._tell_in_flight()
+                    self._report_in_flight()
                 if not self.flags.disable_log_stats:
                     self.metrics.log_when_due(self.flags.log_interval)
         except UserError as error:
             self.failure = error
-        except BaseException:  # whatever it is, no request may wait for a loop that has gone
+        except BaseException:  # any error: no request may wait for a loop that has ended
             log.exception("the engine failed")
             self.failure = UserError("the engine failed; the log above says why")
         if self.failure is not None:
-            self._last_words(Failed(str(self.failure)))
+            self._send_failure(Failed(str(self.failure)))
         if self._grammar_jobs is not None:
             self._grammar_jobs.close()
         for api_server in self.api_servers:
@@ -146,7 +146,7 @@ class EngineLoop:
         except BaseException:
             log.exception("the engine could not be built")
             raise UserError("the engine could not be built; the log above says why") from None
-        assert engine.tokenizer is not None, "a server's engine has one"
+        assert engine.tokenizer is not None, "a server's engine has a tokenizer"
         self._engine = engine
         self.metrics.engine = engine
         self._grammar_jobs = GrammarJobs(engine, self.flags.limits, self.flags.max_queue, lambda: self._wake.send(b"w"))
@@ -163,10 +163,10 @@ class EngineLoop:
             api_server.send(ready)
         self._busy_until = time.monotonic()
 
-    def _last_words(self, message: Failed) -> None:
+    def _send_failure(self, message: Failed) -> None:
         for api_server in self.api_servers:
             api_server.send(message)
-        deadline = time.monotonic() + LAST_WORDS_SECONDS
+        deadline = time.monotonic() + SEND_FAILURE_SECONDS
         while any(api_server.has_unsent for api_server in self.api_servers) and time.monotonic() < deadline:
             time.sleep(0.01)
             for api_server in self.api_servers:
@@ -175,15 +175,15 @@ class EngineLoop:
     # Messages
 
     def _take_messages(self) -> None:
-        """All that are there; when there is nothing else to do, lets the engine work for itself, or waits for one."""
+        """Handles all messages that have arrived. Without any work, lets the engine do idle work, or waits for a message."""
         ready = self._poll.poll(0)
         now = time.monotonic()
         if self.engine.has_unfinished() or self._waiting:
             self._busy_until = now
         elif not ready and not self.engine.idle(is_quiet=now >= self._busy_until + QUIET_SECONDS):
-            has_news = self.metrics.has_news()
-            ready = self._poll.poll(self._patience(now, has_news))
-            if not has_news:
+            has_activity = self.metrics.has_activity()
+            ready = self._poll.poll(self._poll_timeout(now, has_activity))
+            if not has_activity:
                 self.metrics.resume()
         for descriptor, events in ready:
             if descriptor == self._woken.fileno():
@@ -198,18 +198,18 @@ class EngineLoop:
                     self._take(api_server, message)
             self._watch(api_server)
 
-    def _patience(self, now: float, has_news: bool) -> float | None:
-        """Milliseconds to wait: for ever, unless it will be quiet then, the hook has work then or there is a line to log."""
+    def _poll_timeout(self, now: float, has_activity: bool) -> float | None:
+        """Returns the milliseconds until quiet time begins, the hook has work or a log line is due; None: wait for ever."""
         if now < self._busy_until + QUIET_SECONDS:
             return 1000 * (self._busy_until + QUIET_SECONDS - now)
         hook = self.engine.hook
-        waits = [self.flags.log_interval] if has_news and not self.flags.disable_log_stats else []
+        waits = [self.flags.log_interval] if has_activity and not self.flags.disable_log_stats else []
         if hook is not None and (due := hook.due_in()) is not None:
             waits.append(min(due, LONGEST_WAIT))
         return 1000 * min(waits) if waits else None
 
     def _watch(self, api_server: ApiServer) -> None:
-        """Polls for what the HTTP process still has to be sent; one that has gone is forgotten."""
+        """Polls for writing while data for the HTTP process is unsent. Removes a disconnected process and its calls."""
         if api_server.is_closed:
             if self._by_descriptor.pop(api_server.fileno(), None) is not None:
                 self._poll.unregister(api_server.fileno())
@@ -269,12 +269,12 @@ class EngineLoop:
     # Calls
 
     def _add(self, api_server: ApiServer, message: Add) -> None:
-        """Into the queue, if all of its answers can be produced."""
+        """Queues the answers of a call, or refuses the call if any of them cannot be produced."""
         grammar = self._grammars.pop((api_server, message.grammar), None) if message.grammar is not None else None
         try:
             self._check_capacity(len(message.answers), message.caller)
             assert message.grammar is None or grammar is not None
-            # Answers to one prompt share all that is checked: a thousand of them must not hold up a step.
+            # Each prompt is checked once, not for each of its answers: a thousand answers must not delay a step.
             params = [SamplingParams(**one) for one in message.params]
             for prompt, one in {(answer.prompt, answer.params) for answer in message.answers}:
                 self.engine.check_request(message.prompts[prompt], params[one])
@@ -288,7 +288,7 @@ class EngineLoop:
         return self._send(api_server, Taken(message.id))
 
     def _check_capacity(self, num_answers: int, caller: str) -> None:
-        """HTTP processes refuse what has no room; several of them may do so too late."""
+        """Raises ApiError if the queue is full. HTTP processes check too, but each may fill the last place at the same time."""
         in_flight = sum(api_server.num_in_flight for api_server in self.api_servers)
         held = sum(call.num_unfinished for call in self._calls.values() if call.message.caller == caller)
         if in_flight + num_answers > room_for(num_answers, held, self.engine.config.max_num_seqs, self.flags.max_queue):
@@ -296,7 +296,7 @@ class EngineLoop:
             raise overloaded(f"the server is busy with {in_flight} answers; try again later", 1)
 
     def _admit(self) -> None:
-        """From the queue into the engine: as many as it decodes together, and a few for it to go on with."""
+        """Moves answers from the queue into the engine: as many as it decodes together, and an eighth more to be ready next."""
         together = self.engine.config.max_num_seqs
         while self._waiting and len(self._tracked) < together + max(1, together // 8):
             call, index = self._waiting.pop()
@@ -305,7 +305,7 @@ class EngineLoop:
             try:
                 processors = []
                 if call.grammar is not None:
-                    # A call's answers come in order: with a later one, others of it may be running.
+                    # A call's answers leave the queue in order, so only index 0 starts a new call.
                     processors = [self.grammars.processor(call.grammar, message.begin_mark, message.caller, is_new=index == 0)]
                 params = call.params[answer.params].for_answer(answer.seed, processors)
                 request = self.engine.add_request(
@@ -315,7 +315,7 @@ class EngineLoop:
                 self._fail(call, as_api_error(error))
                 continue
             request.arrival = message.arrival
-            request.prompt = prompt  # one list for all answers to it
+            request.prompt = prompt  # one list for all answers to the prompt
             self._tracked[request.id] = self._unstarted[request.id] = Tracked(call, index, request)
 
     def _finished(self, tracked: Tracked) -> None:
@@ -334,12 +334,12 @@ class EngineLoop:
         for tracked in [one for one in self._tracked.values() if one.call is call]:
             self.engine.abort(tracked.request)
             self._finished(tracked)
-        # Those that waited, and one whose admission failed: it is neither in the queue nor tracked.
+        # Answers that were still queued, and one whose admission failed: it is neither in the queue nor tracked.
         call.api_server.num_in_flight -= call.num_unfinished
         call.num_unfinished = 0
 
     def _fail(self, call: Call, error: ApiError) -> None:
-        """Ends one call, with all its answers."""
+        """Ends one call with an error, and all its answers."""
         self._abort(call)
         self._send(call.api_server, refusal(call.message.id, error))
 
@@ -355,7 +355,7 @@ class EngineLoop:
             self._failures += 1
             if self._failures >= MAX_FAILURES or _is_device_error(error):
                 raise UserError("the engine failed; the log above says why") from None
-            for call in {id(one.call): one.call for one in self._tracked.values()}.values():  # not those that still wait
+            for call in {id(one.call): one.call for one in self._tracked.values()}.values():  # not queued calls
                 self._fail(call, internal_error())
             return
         self._failures = 0
@@ -371,7 +371,7 @@ class EngineLoop:
         num_tokens = 0
         for delta in deltas:
             tracked = self._tracked.get(delta.request.id)
-            if tracked is None:  # of a request that was aborted while its step was under way
+            if tracked is None:  # its request was aborted during the step
                 continue
             num_tokens += len(delta.tokens)
             is_first = not tracked.last_token
@@ -394,21 +394,21 @@ class EngineLoop:
         for api_server in list(self.api_servers):
             if api_server.outputs:
                 outputs, api_server.outputs = api_server.outputs, []
-                api_server.told_in_flight = total - api_server.num_in_flight
-                self._send(api_server, Step(outputs, api_server.told_in_flight))
+                api_server.reported_in_flight = total - api_server.num_in_flight
+                self._send(api_server, Step(outputs, api_server.reported_in_flight))
         for call, error in failed.values():
             self._fail(call, error)
 
-    def _tell_in_flight(self) -> None:
-        """What others wait for, to those whose last step said something else: they judge by it whether there is room."""
+    def _report_in_flight(self) -> None:
+        """Sends each HTTP process the others' number of answers in flight if it changed; it decides whether there is room."""
         total = sum(api_server.num_in_flight for api_server in self.api_servers)
         for api_server in list(self.api_servers):
-            if api_server.told_in_flight != total - api_server.num_in_flight:
-                api_server.told_in_flight = total - api_server.num_in_flight
-                self._send(api_server, Step([], api_server.told_in_flight))
+            if api_server.reported_in_flight != total - api_server.num_in_flight:
+                api_server.reported_in_flight = total - api_server.num_in_flight
+                self._send(api_server, Step([], api_server.reported_in_flight))
 
 
 def _is_device_error(error: Exception) -> bool:
-    """After one of these every further call on the device fails."""
+    """Whether an error is a device error, after which every further call on the device fails."""
     kind = getattr(torch, "AcceleratorError", None)
     return (kind is not None and isinstance(error, kind)) or "CUDA error" in str(error)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`, and nothing of our insides."""
+"""Errors in OpenAI's format, `{"error": {"message", "type", "param", "code"}}`, without internal details."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fledge.errors import UserError, printable
 
 log = logging.getLogger("fledge.serving")
 
-MAX_MESSAGE = 600  # characters; messages quote what callers sent
+MAX_MESSAGE = 600  # characters; messages quote what clients sent
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
 class ApiError(Exception):
-    """What a caller is told. Messages name what is wrong and what to do."""
+    """An error response. Its message tells the client what is wrong and what to do."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ def internal_error() -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """A mistake of the caller's keeps its words; anything else is logged here and stays here."""
+    """Returns the response for an error. A client's mistake keeps its message; anything else is logged and becomes a 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
@@ -79,20 +79,20 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        if isinstance(error.__cause__, UserError):  # raised while the body was read, where others are not let through
+        if isinstance(error.__cause__, UserError):  # raised while the body was read, where FastAPI wraps other errors
             return ApiError(str(error.__cause__)).response()
-        reason = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not possible on {request.url.path}"}
+        reason = {404: f"there is no route {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
         message = reason.get(error.status_code) or str(error.detail) or HTTPStatus(error.status_code).phrase
         return ApiError(message, error.status_code, headers=error.headers).response()
 
 
 def _describe(error: Mapping[str, Any], body: Any) -> ApiError:
-    """The first complaint of the validation, as a sentence and the field it is about."""
+    """Returns the first validation error as a sentence with the field that it is about."""
     if error["type"] == "json_invalid":
         return ApiError("the body is not valid JSON")
     if not isinstance(body, dict):
         return ApiError("the body must be a JSON object, sent as application/json")
-    # The path also names members of unions that were tried: only what is in the body, or is missing from it, is a field.
+    # The path also contains union members that validation tried: only parts found in the body, or missing from it, are fields.
     place: list[str] = []
     at: Any = body
     for part in error["loc"]:

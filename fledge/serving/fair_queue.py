@@ -1,4 +1,4 @@
-"""Who is next: callers take turns, so that one who sends a hundred requests does not keep out one who sends one."""
+"""A round-robin queue over clients: one that sends a hundred requests does not delay one that sends a single request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Item = TypeVar("Item")
 
 
 def room_for(wanted: int, held: int, running: int, max_queue: int) -> int:
-    """How much may be in flight over all callers, once a caller who has `held` of it gets `wanted` more.
+    """Returns the limit on the total in flight for a caller who has `held` in flight and asks for `wanted` more.
 
-    `running`: what is worked on at a time, beside the queue. All are answers, grammars or characters. A further quarter of the
-    queue is kept for callers who have little in it: two requests for 128 answers each fill the queue, and everybody else would
-    be refused.
+    All arguments count answers, grammars or characters. `running`: how many are processed at a time, outside the queue. An
+    extra quarter of `max_queue` is reserved for callers with little in flight. Without it, two requests for 128 answers each
+    fill the queue, and everyone else is refused.
     """
     reserved = max_queue // 4
     return running + max_queue + (reserved if held + wanted <= reserved // 2 else 0)
@@ -25,14 +25,14 @@ class FairQueue(Generic[Item]):
 
     def __init__(self) -> None:
         self._by_caller: dict[str, deque[Item]] = {}
-        self._turns: deque[str] = deque()  # callers that wait, the next one first
+        self._turns: deque[str] = deque()  # callers with queued items, the next one first
         self._length = 0
 
     def __len__(self) -> int:
         return self._length
 
     def items(self, caller: str | None = None) -> Iterator[Item]:
-        """All that wait, or a caller's."""
+        """Yields all queued items, or those of one caller."""
         for queue in self._by_caller.values() if caller is None else [self._by_caller.get(caller, ())]:
             yield from queue
 
@@ -49,7 +49,7 @@ class FairQueue(Generic[Item]):
         return item
 
     def pop_for(self, may: Callable[[str], bool]) -> Item | None:
-        """Of the next caller that `may`; None: no caller may."""
+        """Removes and returns the first item of the next caller for whom `may` is true; None: there is no such caller."""
         caller = next(filter(may, self._turns), None)
         if caller is None:
             return None

@@ -16,7 +16,7 @@ from fledge.serving import limits
 from fledge.speculation.depth import CPU_LIMIT, GPU_LIMIT, TreeShape
 
 DEFAULT_MODEL = "smollm2-135m"
-# Flags that vLLM has too; the others are our own.
+# Flags that vLLM has too; the others exist only in Fledge.
 OF_VLLM = {
     "-h", "--help", "--engine", "--model", "--dtype", "--quantization", "-q", "--max-model-len", "--chat-template",
     "--generation-config", "--override-generation-config", "--seed", "--speculative-config", "-sc", "--max-num-seqs",
@@ -26,7 +26,7 @@ OF_VLLM = {
     "--enable-auto-tool-choice", "--tool-call-parser", "--reasoning-parser", "--max-logprobs", "--uvicorn-log-level",
     "--disable-uvicorn-access-log", "--disable-log-stats",
 }  # fmt: skip
-# From so many cores on the engine has a process of its own.
+# With at least this many cores the engine runs in a process of its own.
 PROCESS_CORES = 4
 
 
@@ -36,7 +36,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Help(argparse.HelpFormatter):
-    """Appends each default; 0 and off are told by the help itself."""
+    """Appends the default to each help text, except 0 and off, which the text explains itself."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text, default = action.help or "", action.default
@@ -221,12 +221,12 @@ def _number(group: argparse._ArgumentGroup, *names: str, help: str, type: Callab
 
 
 def _switch(group: argparse._ArgumentGroup, name: str, help: str) -> None:
-    """On, unless `--no-NAME` is given."""
+    """Adds a switch that is on unless `--no-NAME` is given."""
     group.add_argument(name, action=argparse.BooleanOptionalAction, default=True, help=help)
 
 
 def human_int(text: str) -> int:
-    """`32k` is 32,000 and `32K` 32,768, as vLLM reads them; `auto` and -1 leave the choice to the engine."""
+    """Parses `32k` as 32,000 and `32K` as 32,768, as vLLM does. `auto` and -1 give 0: the engine chooses."""
     if text in ("auto", "-1"):
         return 0
     scale = {"k": 1000, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
@@ -234,13 +234,13 @@ def human_int(text: str) -> int:
         number = float(text[:-1] if scale != 1 else text) * scale
     except ValueError:
         number = -1.0
-    if not (number >= 1 and number.is_integer()):  # infinity is not
+    if not (number >= 1 and number.is_integer()):  # is_integer() is False for infinity
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 4096, 4k or 4K")
     return int(number)
 
 
 def _addresses(text: str) -> tuple[str, ...]:
-    """`10.0.0.1,10.1.0.0/16`. Not `*` or `0.0.0.0/0`: then every caller could say who it is."""
+    """Parses `10.0.0.1,10.1.0.0/16`. Refuses `*` and `0.0.0.0/0`, with which every client could forge its address."""
     addresses = tuple(part.strip() for part in text.split(","))
     for address in addresses:
         try:

@@ -1,7 +1,7 @@
-"""The command line of `fledge serve`: vLLM's names and JSON keys, so that a command line moves over unchanged. One default
+"""The command line of `fledge serve`, with vLLM's names and JSON keys, so that a vLLM command line works unchanged. One default
 differs: `--host` is 127.0.0.1.
 
-A flag of vLLM's that cannot be followed is refused with the reason and what to do instead; one that has no effect is logged.
+A vLLM flag that Fledge does not support is refused with the reason and what to do instead; one that has no effect is logged.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fledge.serving import limits
 from fledge.serving.flag_parser import DEFAULT_MODEL, PROCESS_CORES, parser
 from fledge.serving.foreign_flags import normalise, refuse_foreign
 from fledge.serving.limits import Limits
-from fledge.serving.speculative_config import SAID_TWICE, SpeculativeConfig, json_object
+from fledge.serving.speculative_config import BOTH_GIVEN, SpeculativeConfig, json_object
 from fledge.sources import BUILT_INS
 from fledge.speculation.depth import TreeShape
 
 DTYPES = {"half": "float16", "float": "float32"}
-# vLLM's names of quantised checkpoints, and what their config.json says. fp8 is not among them: plain weights can become it.
+# vLLM's names of quantisation methods -> the method in the checkpoint's config.json. Not fp8, which can be applied at load.
 CHECKPOINT_METHODS = {
     "awq": "awq",
     "awq_marlin": "awq",
@@ -36,12 +36,12 @@ CHECKPOINT_METHODS = {
     "gptq_marlin": "gptq",
     "compressed-tensors": "compressed-tensors",
 }
-WORKER_CORES, MAX_WORKERS = 4, 4  # for every so many cores there is an HTTP process
+WORKER_CORES, MAX_WORKERS = 4, 4  # one HTTP process per WORKER_CORES cores
 
 
 @dataclass(frozen=True)
 class ServeFlags:
-    """A parsed command line. What vLLM has too bears vLLM's name."""
+    """A parsed command line. Fields that vLLM has too have vLLM's names."""
 
     model: str = DEFAULT_MODEL
     served_model_name: tuple[str, ...] = ()
@@ -67,14 +67,14 @@ class ServeFlags:
     override_generation_config: dict[str, Any] = field(default_factory=dict)
     disable_log_stats: bool = False
     shutdown_timeout: float = 30.0
-    engine_process: bool = False  # the engine in a process of its own
-    api_workers: int = 1  # processes that speak HTTP
+    engine_process: bool = False  # whether the engine runs in a process of its own
+    api_workers: int = 1  # number of HTTP processes
     max_queue: int = 256
     limits: Limits = field(default_factory=Limits)
     log_interval: float = 10.0
     drift_probe_every: int = 0
     learn: LearnConfig | None = None
-    checkpoint_quantization: str | None = None  # the method that the checkpoint is said to have
+    checkpoint_quantization: str | None = None  # the method that the command line says the checkpoint has
     notes: tuple[str, ...] = ()  # flags that have no effect, for the log
     engine_config: EngineConfig = field(default_factory=EngineConfig)
     speculative_config: SpeculativeConfig = field(default_factory=lambda: SpeculativeConfig(Speculation("auto")))
@@ -85,7 +85,7 @@ class ServeFlags:
 
 
 def chosen_engine(words: Sequence[str]) -> str:
-    """Before anything else is parsed: vLLM's own flags are not ours to check."""
+    """Returns the value of --engine before anything else is parsed, since vLLM's flags are not checked here."""
     for word, following in pairwise([*words, ""]):
         if word == "--engine":
             return following
@@ -164,7 +164,7 @@ def parse(arguments: Sequence[str]) -> ServeFlags:
 
 
 def _quantization(name: str) -> tuple[str, str | None]:
-    """What the engine makes of the weights, and what the checkpoint should be already: vLLM's command lines name either."""
+    """Returns the quantisation to apply at load and the one the checkpoint should have: as in vLLM, the flag names either."""
     if name in ("null", "None"):
         return "none", None
     method = CHECKPOINT_METHODS.get(name)
@@ -193,17 +193,17 @@ def _learn_config(given: argparse.Namespace) -> LearnConfig | None:
 
 
 def _processes(given: argparse.Namespace) -> dict[str, Any]:
-    """Where the engine runs, and how many processes speak HTTP: by the cores, unless it is asked for."""
+    """Returns whether the engine has its own process, and the number of HTTP processes: as given, else by cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    apart, workers = given.engine_process, given.api_workers
-    if workers > 1 and apart is False:
-        raise UserError("--api-workers: several need an engine in a process of its own; leave out --no-engine-process")
+    own_process, workers = given.engine_process, given.api_workers
+    if workers > 1 and own_process is False:
+        raise UserError("--api-workers above 1 needs the engine in its own process; leave out --no-engine-process")
     if workers > 1 and given.uds:
-        raise UserError("--api-workers: one process listens on a --uds; leave one of them out")
-    apart = (workers > 1 or cores >= PROCESS_CORES) if apart is None else apart
+        raise UserError("--api-workers above 1 does not work with --uds; leave one of them out")
+    own_process = (workers > 1 or cores >= PROCESS_CORES) if own_process is None else own_process
     return {
-        "engine_process": apart,
-        "api_workers": workers or (min(MAX_WORKERS, max(1, cores // WORKER_CORES)) if apart and not given.uds else 1),
+        "engine_process": own_process,
+        "api_workers": workers or (min(MAX_WORKERS, max(1, cores // WORKER_CORES)) if own_process and not given.uds else 1),
     }
 
 
@@ -213,16 +213,16 @@ def _speculative_config(given: argparse.Namespace, model: str) -> SpeculativeCon
         asked = {"width": given.tree_width, "nodes": given.tree_nodes}
         tree = TreeShape(**{name: value for name, value in asked.items() if value is not None})
     if given.speculative_config is None:
-        # As in vLLM a user's model is served plainly unless a drafter is asked for; a built-in one comes with its own.
+        # As in vLLM, a model is served without speculation unless a drafter is given; built-in models use their own.
         drafter = given.drafter or ("auto" if model in BUILT_INS else "none")
         return SpeculativeConfig(Speculation(drafter, given.depth or DEFAULT_DEPTH, tree))
     if given.drafter or given.depth:
-        raise UserError(SAID_TWICE)
+        raise UserError(BOTH_GIVEN)
     return SpeculativeConfig.parse(given.speculative_config, tree)
 
 
 def read_template(text: str | None) -> str | None:
-    """A chat template: the file's contents, or the text itself when it looks like one."""
+    """Returns a chat template: the contents of the file `text`, or `text` itself if it looks like a template."""
     if text is None:
         return None
     try:

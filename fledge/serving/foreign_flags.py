@@ -1,5 +1,5 @@
-"""What other engines' command lines have and ours has not: other spellings, and flags that do not apply, with what to do
-instead. `python -m benchmarks.figures` writes `SGLANG` and `LLAMA_CPP` into docs/moving.md."""
+"""Flags of other engines that Fledge does not have: other spellings, and flags that do not apply, with what to do instead.
+`python -m benchmarks.figures` writes `SGLANG` and `LLAMA_CPP` into docs/moving.md."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fledge.serving.speculative_config import EAGER
 
 
 class Allowed(NamedTuple):
-    """A flag that may be given as long as it asks for what is so anyway. No values: a switch."""
+    """A flag that is accepted with values that match what Fledge does anyway. No values: a switch."""
 
     values: tuple[str, ...]
-    reason: str = ""  # of a refusal
-    note: str = ""  # why it has no effect, for the log; "": it asks for what is so anyway
+    reason: str = ""  # why other values are refused
+    note: str = ""  # why it has no effect, for the log; "": not logged, because Fledge does what it asks for
 
 
 _ONE_DEVICE = "one server process drives one device; use --engine vllm, or several servers behind a balancer"
@@ -49,7 +49,7 @@ MAY_BE = {
     "--no-async-scheduling": Allowed((), note="a GPU always launches the next step before it reads the last one's output"),
     "--enforce-eager": Allowed((), note=EAGER),
 }
-# Another name for the same switch.
+# vLLM's name of a switch -> Fledge's.
 SAME = {"--disable-frontend-multiprocessing": "--no-engine-process"}
 
 _MULTIMODAL = "only text is served; use --engine vllm for images, audio and video"
@@ -114,7 +114,7 @@ REFUSED = {
 
 _CHAIN = "--tree, whose shape --tree-width and --tree-nodes give; 1 is a chain, the default"
 _ONE_GPU = "one server drives one GPU; use --engine vllm, or several servers behind a balancer"
-# Main flags of other engines' servers: what to give here.
+# Main flags of other engines' servers -> what to give here.
 SGLANG = {
     "--model-path": "--model",
     "--context-length": "--max-model-len",
@@ -181,7 +181,7 @@ LLAMA_CPP = {
 
 
 def normalise(arguments: Sequence[str]) -> list[str]:
-    """vLLM's spellings: underscores in flags, `--speculative-config.method ngram` for a key of a JSON flag."""
+    """Converts vLLM's spellings: underscores in flags, and `--speculative-config.method ngram` for a key of a JSON flag."""
     result: list[str] = []
     nested: dict[str, dict[str, Any]] = {}
     rest = list(arguments)
@@ -210,9 +210,9 @@ def normalise(arguments: Sequence[str]) -> list[str]:
 
 
 def refuse_foreign(arguments: list[str], known: Collection[str]) -> tuple[list[str], list[str]]:
-    """Takes out flags that need nothing done, and refuses those that cannot be followed. `known`: our own.
+    """Removes flags that need no action, and refuses those that are not supported. `known`: Fledge's own flags.
 
-    Returns what is left, and a line for each flag that has no effect.
+    Returns the other arguments, and a log line for each flag that has no effect.
     """
     result: list[str] = []
     notes: list[str] = []

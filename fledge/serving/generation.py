@@ -1,4 +1,4 @@
-"""The answers to one HTTP request, as they come from the engine: tokens become text here."""
+"""The answers to one HTTP request: takes their tokens from the engine and turns them into text."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True)
 class CallOptions:
-    """What all answers of a call share besides."""
+    """Options that all answers of a call share, besides sampling parameters."""
 
     caller: str = ""
     speculate: bool = True
-    learn: bool = True  # `--learn` may use it
-    with_details: bool = False  # which tokens were drafted, with each step
-    grammar: int | None = None  # the number that `AsyncEngine.compile` gave
-    begin_mark: list[int] | None = None  # the grammar holds after these tokens
+    learn: bool = True  # whether `--learn` may train on the call
+    with_details: bool = False  # report with each step which tokens were drafted
+    grammar: int | None = None  # the number that `AsyncEngine.compile` returned
+    begin_mark: list[int] | None = None  # the grammar applies after these tokens; None: from the beginning
 
 
 class Answer:
-    """One of them: its figures, and how its tokens become text."""
+    """One answer: its figures, and the decoder that turns its tokens into text."""
 
     def __init__(self, index: int, work: Work, tokenizer: Tokenizer, arrival: float) -> None:
         self.index, self.prompt, self.params, self.arrival = index, work.prompt, work.params, arrival
         self.decoder = tokenizer.incremental_decoder(work.params.skip_special_tokens)
         self.num_tokens = 0
-        self.num_cached: int | None = None  # tokens of the prompt that the cache had
+        self.num_cached: int | None = None  # prompt tokens found in the prefix cache
         self.stats = AcceptanceStats()
         self.first_token_time: float | None = None
         self.finish_time: float | None = None
@@ -80,17 +80,17 @@ class Answer:
             return self.decoder.feed(tokens) + self.decoder.flush()
         if self.params.include_stop_str_in_output:
             return self.decoder.feed(tokens)
-        return self.decoder.feed(tokens[:-1]) + self.decoder.flush()  # the last is the one that ended it
+        return self.decoder.feed(tokens[:-1]) + self.decoder.flush()  # the last token is the one that ended the answer
 
     def _spans(self, tokens: list[int], drafted: list[bool], finish: Finish | None) -> list[Span]:
-        """Token by token, to tell those that were drafted."""
+        """Decodes token by token, and returns the text of each with whether it was drafted."""
         last = len(tokens) - 1
         pieces = [self._text([token], finish if at == last else None) for at, token in enumerate(tokens)]
         return [(piece, from_draft) for piece, from_draft in zip(pieces, drafted, strict=True) if piece]
 
 
 class Progress(NamedTuple):
-    """What one or more steps added to an answer."""
+    """The text and tokens that one or more steps added to an answer."""
 
     answer: Answer
     spans: list[Span]
@@ -104,7 +104,7 @@ class Progress(NamedTuple):
 
 
 class Generation:
-    """Leaving it early aborts what is unfinished."""
+    """The answers of one call in progress. `close` aborts those that are unfinished."""
 
     def __init__(self, owner: AsyncEngine, number: int, works: Sequence[Work], tokenizer: Tokenizer, caller: str = "") -> None:
         self.owner, self.number, self.caller = owner, number, caller
@@ -115,18 +115,18 @@ class Generation:
         self.deadline: asyncio.TimerHandle | None = None
         self._push: Callable[[Progress], object] | None = None
         self._on_end: Callable[[Exception | None], None] = lambda _: None
-        self._unread: list[Output] = []  # came before someone reads them
+        self._unread: list[Output] = []  # outputs that arrived before `attach`
         self._error: ApiError | None = None
 
     def attach(self, push: Callable[[Progress], object], on_end: Callable[[Exception | None], None]) -> None:
-        """Calls `push` with all that comes, as it comes, and at the end `on_end`, with what ended it before its time."""
+        """Calls `push` with each progress as it arrives, then `on_end` with the error, or None if all answers are complete."""
         if self._error is not None:
             return on_end(self._error)
         self._push, self._on_end = push, on_end
         return self.deliver(())
 
     async def consume(self, push: Callable[[Progress], object]) -> None:
-        """The same, for a task that waits for the end."""
+        """Calls `push` with each progress, and returns when all answers are complete. Raises the error if there is one."""
         done: asyncio.Future[None] = self.owner.event_loop.create_future()
 
         def on_end(error: Exception | None) -> None:
@@ -137,7 +137,7 @@ class Generation:
         await done
 
     def deliver(self, outputs: Sequence[Output]) -> None:
-        """Hot path: runs for every request of every step. `outputs`: of this generation, one or more to an answer."""
+        """Hot path: runs for every request of every step. `outputs`: outputs of this generation, one or more per answer."""
         self._unread += outputs
         if self._push is None or not self.unfinished:
             return
@@ -170,7 +170,7 @@ class Generation:
         self._on_end(error)
 
     def close(self, tell_engine: bool = True) -> None:
-        """Frees what is still running, at once; harmless when all is done. Nothing is passed on any more."""
+        """Aborts unfinished answers at once and delivers nothing more. Has no effect if all answers are complete."""
         if self.deadline is not None:
             self.deadline.cancel()
         if self.unfinished:
@@ -180,7 +180,7 @@ class Generation:
 
 
 def _merged(outputs: Sequence[Output]) -> list[Output]:
-    """One to an answer: an HTTP process that is behind catches up in larger pieces."""
+    """Merges the outputs of each answer into one, so that an HTTP process that is behind catches up with fewer writes."""
     by_index: dict[int, Output] = {}
     for output in outputs:
         before = by_index.get(output.index)

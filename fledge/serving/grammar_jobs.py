@@ -1,4 +1,4 @@
-"""Grammars that are being compiled for callers, beside the engine's steps. Nobody takes all of the threads."""
+"""Compiles grammars in threads while the engine steps. No client can occupy all threads."""
 
 from __future__ import annotations
 
@@ -21,45 +21,47 @@ from fledge.serving.messages import Compile
 if TYPE_CHECKING:
     from fledge.serving.structured import Grammar, GrammarCompiler
 
-# A caller may have so many grammars compiled at the same time; others take turns beside it.
+# How many grammars of one client are compiled at the same time; its others wait.
 GRAMMARS_PER_CALLER = 2
 
 
-Key = tuple[ApiServer, int]  # what a job is known by: who asked, and its number there
+Key = tuple[ApiServer, int]  # identifies a job: the HTTP process, and the job's number there
 
 
 class GrammarJobs:
-    """Used by the engine's thread alone. `wake` is called from other threads when a job is done. As many grammars may wait as
-    answers: `max_queue`."""
+    """The queue of grammars to compile and the threads that do it. Only the engine's thread may use it.
+
+    `wake` is called from other threads when a job is done. `max_queue` bounds queued grammars as it bounds queued answers.
+    """
 
     def __init__(self, engine: Engine, limits: Limits, max_queue: int, wake: Callable[[], object]) -> None:
         self.engine, self.limits, self.max_queue, self._wake = engine, limits, max_queue, wake
         self.compiler: GrammarCompiler | None = None
         self._threads = ThreadPoolExecutor(limits.max_grammars_compiling, "grammar")
         self._waiting: FairQueue[tuple[Key, Compile]] = FairQueue()
-        self._running: Counter[str] = Counter()  # by caller
+        self._running: Counter[str] = Counter()  # number of jobs by caller
         self._compiling: set[Key] = set()
-        self._forgotten: set[Key] = set()  # of those
+        self._forgotten: set[Key] = set()  # jobs of `_compiling` whose result is not wanted any more
         self._done: queue.SimpleQueue[tuple[Key, str, Grammar | ApiError]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._is_closed = False
 
     def start(self, key: Key, job: Compile) -> None:
-        """Queues it; ApiError when there is no room."""
+        """Queues a job. ApiError: the queue is full."""
         num_waiting, held = len(self._waiting), sum(1 for _ in self._waiting.items(job.caller))
         if num_waiting >= room_for(1, held, self.engine.config.max_num_seqs, self.max_queue):
-            raise overloaded(f"{num_waiting} grammars wait to be compiled; try again later", 5)
+            raise overloaded(f"{num_waiting} grammars are queued to be compiled; try again later", 5)
         self._waiting.push(job.caller, (key, job))
         self._start_waiting()
 
     def forget(self, key: Key) -> None:
-        """Its caller has gone."""
+        """Drops a job whose client has disconnected."""
         self._waiting.remove(lambda item: item[0] == key)
         if key in self._compiling:
             self._forgotten.add(key)
 
     def finished(self) -> list[tuple[Key, Grammar | ApiError]]:
-        """By key: grammars, or why there is none."""
+        """Returns the jobs that are done, each with its grammar or the error."""
         found = []
         while not self._done.empty():
             key, caller, result = self._done.get()
@@ -85,7 +87,7 @@ class GrammarJobs:
             self._threads.submit(self._compile, key, job)
 
     def _compile(self, key: Key, job: Compile) -> None:
-        """In a thread, which waits for the process that compiles."""
+        """Compiles one grammar. Runs in a thread, which waits for the compiler's process."""
         result: Grammar | ApiError
         try:
             if self._is_closed:
@@ -99,7 +101,7 @@ class GrammarJobs:
         self._wake()
 
     def _get_compiler(self) -> GrammarCompiler:
-        """Made on first use: reading the vocabulary takes a moment."""
+        """Returns the compiler. It is made on first use, because reading the vocabulary takes a moment."""
         with self._lock:
             if self.compiler is None:
                 try:
@@ -109,12 +111,12 @@ class GrammarJobs:
                 model, tokenizer = self.engine.model, self.engine.tokenizer
                 assert tokenizer is not None
                 self.compiler = GrammarCompiler(tokenizer.copy(), model.vocab_size, model.eos_token_ids, self.limits)
-                if self._is_closed:  # while it was made
+                if self._is_closed:  # closed while the compiler was made
                     self.compiler.close()
             return self.compiler
 
     def processor(self, grammar: Grammar, begin_mark: Sequence[int] | None, caller: str, is_new: bool) -> LogitsProcessor:
-        """A new one for each answer. `begin_mark`: the grammar holds after these tokens. `is_new`: the first of a call."""
+        """Returns a processor for one answer. `begin_mark`: the grammar applies after it. `is_new`: first answer of a call."""
         assert self.compiler is not None
         if not grammar.is_plain and (refusal := self.compiler.mask_thread.refusal(caller, is_new)) is not None:
             raise refusal
@@ -122,7 +124,7 @@ class GrammarJobs:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a mask that timed out is still computed."""
+        """Whether a mask that timed out is still being computed."""
         return self.compiler is not None and self.compiler.mask_thread.num_timed_out() > 0
 
     def new_step(self) -> None:
@@ -130,7 +132,7 @@ class GrammarJobs:
             self.compiler.clock.new_step()
 
     def close(self) -> None:
-        """Ends what is being compiled."""
+        """Stops all compilations."""
         self._is_closed = True
         if self.compiler is not None:
             self.compiler.close()

@@ -1,4 +1,4 @@
-"""The server's side of the process that compiles grammars."""
+"""Starts the process that compiles grammars, and sends it jobs."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ TOO_MUCH = "it takes too long or too much memory to compile; make it simpler"
 
 
 class GrammarProcess:
-    """Compiles one grammar a call, from several threads at once; started at the first."""
+    """Compiles grammars in another process, which starts at the first call. Safe to call from several threads."""
 
     def __init__(self, vocabulary: str, limits: Limits) -> None:
         self.vocabulary, self.limits = vocabulary, limits
         self._lock = threading.Lock()
-        self._worker: tuple[subprocess.Popen[bytes], socket.socket] | None = None  # and our end of its control socket
+        self._worker: tuple[subprocess.Popen[bytes], socket.socket] | None = None  # and this end of its control socket
         self._closed = False
-        # What was too much is not tried again at once: its reason, and until when.
+        # Grammars that failed are not tried again for a while: the reason, and until when.
         self._refused: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def compile(self, kind: str, text: str) -> str:
-        """The compiled grammar as the library's JSON; RequestError says why there is none."""
+        """Returns the compiled grammar as the library's JSON. RequestError: it cannot be compiled."""
         key = hashlib.sha256(f"{kind} {text}".encode()).hexdigest()
         reason, until = self._refused.get(key, ("", 0.0))
         if time.monotonic() < until:
@@ -44,7 +44,7 @@ class GrammarProcess:
         job = {"kind": kind, "text": text, "seconds": limits.max_grammar_seconds, "bytes": limits.max_grammar_memory}
         connection, worker = self._open()
         with connection:
-            # The fork ends itself in time; this is for a worker that is gone or stuck.
+            # The fork has its own time limit; this timeout is for a worker that has died or hangs.
             connection.settimeout(limits.max_grammar_seconds + 30)
             try:
                 send(connection, json.dumps(job | {"mask_seconds": limits.max_mask_seconds}).encode())
@@ -54,7 +54,7 @@ class GrammarProcess:
         if self._closed:
             raise RequestError("the server is shutting down")
         if answer == UNTRIED or (answer is None and _has_ended(worker)):
-            # The grammar is not at fault, so nothing is remembered of it.
+            # The grammar is not at fault, so it is not remembered as failed.
             raise overloaded("the process that compiles grammars failed; try again", 1)
         if answer is None or answer[:1] != DONE:
             reason = TOO_MUCH if answer is None else _without_place(answer[1:].decode(errors="replace"))
@@ -69,7 +69,7 @@ class GrammarProcess:
                 self._refused.popitem(last=False)
 
     def _open(self) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-        """A job's socket, whose other end the worker has."""
+        """Returns a new job's socket, whose other end was sent to the worker, and the worker's process."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             for attempt in (1, 2):
@@ -79,7 +79,7 @@ class GrammarProcess:
                 try:
                     socket.send_fds(control, [b"j"], [theirs.fileno()])
                     return ours, process
-                except OSError:  # it died in between
+                except OSError:  # the worker died after the check
                     process.kill()
                     process.wait()
                     if attempt == 2:
@@ -93,7 +93,7 @@ class GrammarProcess:
         if self._worker is not None:
             self._worker[1].close()
         ours, theirs = socket.socketpair()
-        # As a file, which it reads when it is up: through the socket we would wait for that, some seconds.
+        # The vocabulary goes through a file: sending it over the socket would block until the worker has started, some seconds.
         with theirs, tempfile.TemporaryFile() as vocabulary:
             vocabulary.write(self.vocabulary.encode())
             vocabulary.seek(0)
@@ -105,7 +105,7 @@ class GrammarProcess:
         return process, ours
 
     def close(self) -> None:
-        """Ends the worker and whatever it compiles; callers that wait are told at once."""
+        """Ends the worker and its compilations. Threads that wait in `compile` get an error at once."""
         self._closed = True
         with self._lock:
             if self._worker is None:
@@ -121,7 +121,7 @@ class GrammarProcess:
 
 
 def _has_ended(worker: subprocess.Popen[bytes]) -> bool:
-    """Its sockets close a moment before it can be waited for."""
+    """Whether the worker has ended. Waits 0.5 s, because its sockets close a moment before its exit status is available."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         worker.wait(0.5)
         return True
@@ -129,7 +129,7 @@ def _has_ended(worker: subprocess.Popen[bytes]) -> bool:
 
 
 def _without_place(reason: str) -> str:
-    """The library begins its messages with the time and its own source line: `[12:00:00] /path/file.cc:12: …`."""
+    """Removes the time and source line with which the library's messages begin: `[12:00:00] /path/file.cc:12: …`."""
     last = reason.splitlines()[-1] if reason.strip() else reason
     if last.startswith("[") and "] " in last:
         place, _, rest = last.partition("] ")[2].partition(": ")

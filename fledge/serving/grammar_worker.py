@@ -1,11 +1,11 @@
-"""The process that compiles callers' grammars: each one in a fork of its own, with a limit on time and memory.
+"""The process that compiles clients' grammars, each in its own fork with a limit on time and memory.
 
     server                          worker                         fork
     ------                          ------                         ----
     vocabulary   ---- stdin ---->   reads it once
     job socket   --- control --->   forks, hands it the socket --> reads the job, compiles, answers on the socket
 
-A fork that outlasts its limits is killed by the system: its socket closes without an answer. When the server ends, the control
+A fork that exceeds a limit is ended by the system, and its socket closes without an answer. When the server ends, the control
 socket closes, and the worker ends with all its forks.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 LENGTH = struct.Struct("!Q")
 DONE, REFUSED, UNTRIED = b"+", b"-", b"!"
-# The compiled form in the server's memory and on its way there.
+# Limit on a compiled grammar, which the server receives and keeps in memory.
 MAX_RESULT_BYTES = 16 << 20
 
 
@@ -34,7 +34,7 @@ def send(connection: socket.socket, data: bytes) -> None:
 
 
 def receive(connection: socket.socket) -> bytes | None:
-    """One message; None when the other side has gone."""
+    """Receives one message; None: the other side closed the connection."""
     header = _exactly(connection, LENGTH.size)
     return _exactly(connection, LENGTH.unpack(header)[0]) if header is not None else None
 
@@ -51,8 +51,8 @@ def _exactly(connection: socket.socket, size: int) -> bytes | None:
 
 def compile_grammar(compiler: Any, kind: str, text: str) -> Any:
     if kind == "JSON schema":
-        # `strict_mode` forbids properties that the schema does not name, as OpenAI's structured output does. Free white
-        # space would let a small model write nothing else until its tokens are spent.
+        # `strict_mode` forbids properties that the schema does not name, as OpenAI's structured output does. With free
+        # whitespace a small model may write nothing else until `max_tokens`.
         return compiler.compile_json_schema(text, strict_mode=True, any_whitespace=False)
     if kind == "regular expression":
         return compiler.compile_regex(text)
@@ -77,7 +77,7 @@ def serve(control: socket.socket) -> None:
         job = socket.socket(fileno=descriptors[0])
         try:
             pid = os.fork()
-        except OSError:  # the system has no process or no memory left
+        except OSError:  # no processes or memory left
             with job, contextlib.suppress(OSError):
                 send(job, UNTRIED)
             continue
@@ -99,7 +99,7 @@ def _work(connection: socket.socket, info: Any) -> None:
         return None
     job = json.loads(message)
     os.nice(5)
-    # Library code does not look at Python's signals: the default action ends the process wherever it is.
+    # Python's signal handlers do not run inside library code; the default action ends the process anywhere.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, job["seconds"])
     with open("/proc/self/statm") as file:
@@ -112,10 +112,10 @@ def _work(connection: socket.socket, info: Any) -> None:
         began = time.thread_time()
         xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(xgrammar.allocate_token_bitmask(1, info.vocab_size))
         if time.thread_time() - began > job["mask_seconds"]:
-            return send(connection, REFUSED + b"it takes too long to follow; make it simpler")
+            return send(connection, REFUSED + b"its token masks take too long to compute; make it simpler")
         result = compiled.serialize_json().encode()
     except MemoryError:
-        return None  # as when the system refuses it elsewhere: the server says why
+        return None  # no answer, as after a kill: the server sends the reason
     except Exception as error:
         if "bad_alloc" in str(error):
             return None
@@ -126,7 +126,7 @@ def _work(connection: socket.socket, info: Any) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server says when to end
-    # What the library logs quotes callers' text.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the server ends this process
+    # The library's log quotes clients' text, so it is dropped.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Limits of the connection itself: how many, and how long headers may take. Slow or silent callers are let go."""
+"""Limits on connections: their number, and the time for headers and for reading answers. Slow clients are disconnected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TURNED_AWAY = (
 
 
 def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """uvicorn's protocol for what is installed (httptools or h11), with limits."""
+    """Returns uvicorn's HTTP protocol (httptools or h11, whichever is installed) with limits added."""
     if TYPE_CHECKING:
         from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as AutoHTTPProtocol
     else:
@@ -44,11 +44,11 @@ def limited_protocol(limits: Limits) -> type[asyncio.Protocol]:
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self._cancel_unread_timer()  # of the answer before, which may have left as many bytes
+            self._cancel_unread_timer()  # the timer of the previous answer, which may have had as many bytes unsent
             self._watch_unread(None)
 
         def _watch_unread(self, before: int | None) -> None:
-            """Cuts a connection whose caller reads nothing of what is left of its answer. Closing would wait for that."""
+            """Aborts a connection if none of the `before` unsent bytes were read. Closing it would wait for them to be read."""
             self._unread_timer = None
             left = self.transport.get_write_buffer_size()
             if not left:

@@ -1,4 +1,4 @@
-"""Regular expressions in JSON schemas, as the grammar library shall have them: what it writes must be valid JSON."""
+"""Rewrites regular expressions of JSON schemas so that the grammar library generates valid JSON strings from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _DATE = f"[12][0-9]{{3}}-{_DAY}"
 _TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](|\.[0-9]{1,6})(Z|[+-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _LABEL = "[A-Za-z0-9](|[A-Za-z0-9-]{0,20}[A-Za-z0-9])"
-# By format: our pattern where the library's lets wrong values through (30 February, second 60, 08 as a byte); None: its own.
+# By format: a pattern to use if the library's allows wrong values (30 February, second 60, byte 08); None: the library's own.
 FORMATS: dict[str, str | None] = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
@@ -19,25 +19,26 @@ FORMATS: dict[str, str | None] = {
     "email": rf"^[A-Za-z0-9_+-]{{1,32}}(|\.[A-Za-z0-9_+-]{{1,16}})@{_LABEL}(|\.{_LABEL})\.[A-Za-z]{{2,16}}$",
     **dict.fromkeys(("duration", "hostname", "ipv6", "uri", "uri-reference", "uri-template", "uuid")),
 }
-# The standard's other formats; any that it does not have ("int32", "binary") are remarks.
+# The standard's other formats. Formats that the standard does not define ("int32", "binary") are ignored.
 UNSUPPORTED_FORMATS = ("idn-email", "idn-hostname", "iri", "iri-reference", "regex", "json-pointer", "relative-json-pointer")
-# As JSON writes characters that may not stand in a text as they are.
+# Characters that JSON writes with a backslash in a string -> what follows the backslash.
 _ESCAPES = {'"': '"', "\\": "\\", "\n": "n", "\t": "t", "\r": "r", "\f": "f", "\b": "b"}
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f"}
-_KEPT = "dDwWsS"  # classes
-# The library stops at these by itself, with its own message.
+_KEPT = "dDwWsS"  # character classes
+# The library refuses these itself, with its own message.
 _REFUSED_THERE = "bBpPk123456789"
 
 
 def json_pattern(pattern: Any, at: str, refusal: Callable[[str, str], Exception]) -> str:
-    """The pattern of texts as JSON writes them: the library escapes nothing that a pattern spells out, and skips lookaheads.
+    """Returns a pattern for strings as JSON writes them. RequestError from `refusal`: the pattern is not supported.
 
-    It also takes `(xy+)?` for `(x?y+)?`; `(|xy+)` means the same and is read rightly.
+    The library does not escape literal characters of a pattern, and ignores lookaheads. It also reads `(xy+)?` as `(x?y+)?`,
+    so an optional group is written as `(|xy+)`, which means the same and is read correctly.
     """
     if not isinstance(pattern, str):
-        raise refusal(at, "must be a text")
+        raise refusal(at, "must be a string")
     written: list[str] = []
-    groups: list[int] = []  # where in `written` those begin that are open
+    groups: list[int] = []  # indices in `written` at which the open groups begin
     in_class = is_negated = False
     place = 0
     while place < len(pattern):
@@ -69,7 +70,7 @@ def json_pattern(pattern: Any, at: str, refusal: Callable[[str, str], Exception]
                 raise refusal(at, "lookaheads are not supported")
             if pattern.startswith("?:", place):
                 spelled, place = "(?:", place + 2
-            elif pattern.startswith("?<", place) and pattern[place + 2 : place + 3] not in ("=", "!"):  # a name
+            elif pattern.startswith("?<", place) and pattern[place + 2 : place + 3] not in ("=", "!"):  # a named group
                 place = pattern.find(">", place) + 1 or len(pattern)
             groups.append(len(written))
         elif char == ")" and groups:
@@ -80,7 +81,7 @@ def json_pattern(pattern: Any, at: str, refusal: Callable[[str, str], Exception]
         if literal is None or not (literal in _ESCAPES or literal < " ") or (in_class and is_negated):
             written.append(spelled)
         elif in_class or literal not in _ESCAPES:
-            raise refusal(at, f"{literal!r} is not supported there: JSON writes it with a backslash")
+            raise refusal(at, f"{literal!r} is not supported here: JSON writes it with a backslash")
         else:
             escape = _ESCAPES[literal]
             written.append("(?:\\\\" + ("\\\\" if escape == "\\" else escape) + ")")

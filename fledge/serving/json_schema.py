@@ -1,7 +1,7 @@
-"""Rewrites a caller's JSON schema into one that the grammar library follows in full, and refuses by name what it does not.
+"""Rewrites a client's JSON schema into one that the grammar library enforces in full, and refuses keywords it cannot enforce.
 
-The library (xgrammar) leaves keywords aside that it does not know in a place: `not`, `uniqueItems`, `allOf` of several,
-whatever stands beside `$ref`, `anyOf` or `const`. What comes out of here has one of five forms, each of which it honours:
+The library (xgrammar) silently ignores some keywords: `not`, `uniqueItems`, `allOf` of several schemas, any keyword beside
+`$ref`, `anyOf` or `const`. A rewritten schema has one of five forms, each of which the library enforces:
 
     true        {"$ref": "#/$defs/r1"}        {"enum": [...]}        {"anyOf": [...]}        {"type": T, and T's own keywords}
 
@@ -23,7 +23,7 @@ from fledge.serving.json_patterns import FORMATS, UNSUPPORTED_FORMATS, json_patt
 Node = dict[str, Any]
 Schema = Node | bool
 
-# By type: the keywords that are rewritten below.
+# Keywords by type, which are rewritten below.
 KEYWORDS = {
     "string": ("minLength", "maxLength", "pattern", "format"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -37,7 +37,7 @@ TYPES = ("string", "integer", "number", "boolean", "null", "object", "array")
 UNSUPPORTED = ("not", "if", "contains", "dependentRequired", "dependentSchemas", "dependencies", "$dynamicRef", "$recursiveRef")
 APPLICATORS = ("$ref", "allOf", "anyOf", "oneOf", "enum", "const", "type")
 KNOWN = frozenset(itertools.chain(*KEYWORDS.values(), UNSUPPORTED, APPLICATORS))
-# What is allowed under these depends on the properties or items named beside them.
+# The meaning of these depends on the properties or items named beside them, so they cannot be merged with others.
 NEEDS_ALL = (
     "additionalProperties",
     "unevaluatedProperties",
@@ -46,13 +46,14 @@ NEEDS_ALL = (
     "additionalItems",
     "unevaluatedItems",
 )
-# A schema that names itself with constraints beside `$ref` would be copied without end.
+# A schema that refers to itself with constraints beside `$ref` would be expanded without end.
 MAX_NODES, MAX_DEPTH = 20_000, 100
-# Pairs of alternatives under `oneOf` that are compared: 4,000 take about 10 ms.
+# Limit on compared pairs of `oneOf` alternatives: 4,000 take about 10 ms.
 MAX_PAIRS = 4_000
-# A bounded `multipleOf` is written as a list of values; without bounds the library counts remainders, up to this number.
+# `multipleOf` with bounds is written as a list of at most MAX_VALUES values. Without bounds the library tracks remainders, for
+# which the multiple may be at most MAX_MULTIPLE.
 MAX_VALUES, MAX_MULTIPLE = 1_000, 1_024
-# `{"minimum": 1}` allows any text; it is written as a number.
+# Marks a schema without a type, which is written with the type of its keywords: `{"minimum": 1}` allows strings, too.
 GUESSED = "the type was not given"
 JSON_TYPES = {
     str: "string",
@@ -66,7 +67,7 @@ JSON_TYPES = {
 
 
 def supported_schema(schema: Schema) -> Schema:
-    """The schema as the grammar library shall have it; RequestError names the keyword it does not follow, and where."""
+    """Returns the schema rewritten for the grammar library. RequestError names an unsupported keyword and its place."""
     return Rewriter(schema).run()
 
 
@@ -78,7 +79,7 @@ class Rewriter:
     def __init__(self, root: Schema) -> None:
         self.root = root
         self.definitions: Node = {}
-        self.names: dict[str, str] = {}  # of what `$ref` points to
+        self.names: dict[str, str] = {}  # names of definitions, by the place that `$ref` points to
         self.num_nodes = self.num_pairs = 0
 
     def run(self) -> Schema:
@@ -124,7 +125,7 @@ class Rewriter:
     # References
 
     def resolve(self, reference: Any, at: str) -> tuple[Schema, str]:
-        """What a reference points to, and its place."""
+        """Returns the schema that a reference points to, and its place."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise refusal(f"{at}/$ref", f"only references into the same schema (#/...) are supported, not {reference!r:.80}")
         found: Any = self.root
@@ -139,7 +140,7 @@ class Rewriter:
         return found, reference
 
     def target(self, node: Any, at: str) -> Any:
-        """The node itself, or what it refers to if it says no more."""
+        """Follows references that have no other keywords beside them. Returns the first other node."""
         seen = set()
         while isinstance(node, dict) and "$ref" in node and not any(name in KNOWN for name in node if name != "$ref"):
             if node["$ref"] in seen:
@@ -158,14 +159,14 @@ class Rewriter:
             return self.rewrite(found, at)
         if place not in self.names:
             self.names[place] = f"r{len(self.names)}"
-            self.definitions[self.names[place]] = {}  # in its place before what it refers to
+            self.definitions[self.names[place]] = {}  # reserves its place in the order; {} while it is being rewritten
             self.definitions[self.names[place]] = self.rewrite(found, place)
         return {"$ref": f"#/$defs/{self.names[place]}"}
 
-    # Several schemas that all hold
+    # allOf
 
     def merge(self, parts: Sequence[Any], at: str) -> Schema:
-        """One schema for all of them, where their keywords do not meet."""
+        """Merges schemas that must all hold into one. RequestError: their keywords conflict."""
         nodes: list[Node] = []
         left, seen = list(parts), set()
         while left:
@@ -203,10 +204,10 @@ class Rewriter:
                 if any(key not in node.get("properties", ()) for key in keys) or any(
                     name in other for other in others for name in (*NEEDS_ALL, "prefixItems")
                 ):
-                    raise refusal(at, "additionalProperties or items beside others' properties or items; write one schema")
+                    raise refusal(at, "additionalProperties/items beside another schema's properties/items; write one schema")
         return merged
 
-    # One of several
+    # anyOf, oneOf, enum and const
 
     def _alternatives(self, name: str, given: Node, at: str) -> Schema:
         alternatives = given.pop(name)
@@ -223,7 +224,7 @@ class Rewriter:
         return written[0] if len(written) == 1 else {"anyOf": written}
 
     def _excludes(self, one: Schema, other: Schema, depth: int = 0) -> bool:
-        """Whether no value that is written for `one` holds for `other`; False where that is not plain to see."""
+        """Whether no value of `one` as written is valid for `other`; False if this cannot be told easily."""
         one, other = self._definition(one), self._definition(other)
         if depth > 4 or isinstance(one, bool) or isinstance(other, bool) or "$comment" in other:
             return False
@@ -254,7 +255,7 @@ class Rewriter:
 
     def _definition(self, node: Schema) -> Schema:
         while isinstance(node, dict) and "$ref" in node:
-            node = self.definitions[node["$ref"].removeprefix("#/$defs/")] or True  # {}: under way
+            node = self.definitions[node["$ref"].removeprefix("#/$defs/")] or True  # {}: it is being rewritten
         return node
 
     def _values(self, given: Node, at: str) -> Schema:
@@ -321,7 +322,7 @@ class Rewriter:
 
     def _number(self, kind: str, given: Node, at: str) -> Node:
         for side, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-            if isinstance(flag := given.get(exclusive), bool):  # as draft 4 has it
+            if isinstance(flag := given.get(exclusive), bool):  # as in draft 4
                 del given[exclusive]
                 if flag and side in given:
                     given[exclusive] = given.pop(side)
@@ -364,7 +365,7 @@ class Rewriter:
             raise refusal(f"{at}/required", f"{undeclared[0]!r:.80} is not among the properties")
         properties = properties | dict.fromkeys(undeclared, True if additional is None else additional)
         written: Node = {}
-        if properties or "properties" in given:  # without any: no property at all
+        if properties or "properties" in given:  # empty: no property is allowed
             written["properties"] = {
                 key: self.rewrite(value, f"{at}/properties/{_escaped(key)}") for key, value in properties.items()
             }
@@ -393,13 +394,13 @@ class Rewriter:
         )
         if counts and is_open:
             if counts.get("minProperties", 0) > 1:
-                raise refusal(f"{at}/minProperties", "above 1 only declared properties can be counted: a key may be repeated")
+                raise refusal(f"{at}/minProperties", "above 1 only declared properties are counted: other keys may be repeated")
             if not patterns and names is None:
                 written.setdefault("additionalProperties", True)
         return written | counts
 
     def _names(self, given: Any, at: str) -> Schema:
-        """Keys are texts; the library takes a list of values, a pattern or a length."""
+        """Rewrites a schema of property names, which are strings. The library takes a list of values, a pattern or a length."""
         given = self.target(given, at)
         if isinstance(given, dict) and not any(name in given for name in APPLICATORS):
             given = given | {"type": "string"}
@@ -412,7 +413,7 @@ class Rewriter:
         for name in ("minItems", "maxItems"):
             _check_count(given, name, at)
         prefix, items = given.get("prefixItems", []), given.get("items", given.get("unevaluatedItems", True))
-        if isinstance(items, list):  # as up to draft 2019-09
+        if isinstance(items, list):  # as in drafts up to 2019-09
             prefix, items = items, given.get("additionalItems", True)
         if not isinstance(prefix, list):
             raise refusal(f"{at}/prefixItems", "must be a list")
@@ -439,7 +440,7 @@ def _type_of(value: Any) -> str:
 
 
 def _key(value: Any) -> str:
-    """Equal for equal JSON values: 1 and 1.0 are, 1 and true are not."""
+    """Returns a key that is the same for equal JSON values: 1 and 1.0 are equal, 1 and true are not."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True)

@@ -1,5 +1,5 @@
-"""What a caller may ask of the server, and the checks before anything walks what it sent. Every limit is a flag of `fledge
-serve`; docs/serving.md has them in a table."""
+"""Limits on requests, and checks that run before other code walks a request. Every limit is a flag of `fledge serve`;
+docs/serving.md has a table of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _limit(default: float, text: str, kind: Callable[[str], Any] = int) -> Any:
 
 @dataclass(frozen=True)
 class Limits:
-    """A flag each: `max_stop_strings` is `--max-stop-strings`."""
+    """The limits on requests. Each field is a flag: `max_stop_strings` is `--max-stop-strings`."""
 
     # The connection
     max_connections: int = _limit(1024, "connections at a time; more are turned away with a 503")
@@ -54,7 +54,7 @@ class Limits:
 
 
 def add_flags(group: argparse._ArgumentGroup, whole: Callable[[str], int]) -> None:
-    """`whole`: reads 4k and 4K too."""
+    """Adds a flag for each limit. `whole`: parses integers, 4k and 4K too."""
     for one in fields(Limits):
         kind = whole if one.metadata["kind"] is int else float
         assert one.default is not MISSING
@@ -67,12 +67,12 @@ def from_flags(given: argparse.Namespace) -> Limits:
     return Limits(**{one.name: getattr(given, one.name) for one in fields(Limits)})
 
 
-# Lists of nothing but these need no look at each item; that is what prompts of token ids are.
+# Lists of these types alone, such as prompts of token ids, are not checked item by item.
 _PLAIN = {int, bool, type(None)}
 
 
 def check_json(data: Any, limits: Limits) -> None:
-    """Raises RequestError. Templates, grammars and validation walk what callers send, some of them by recursion."""
+    """Raises RequestError for JSON that is too deep, too large or invalid. Later code walks it, in part by recursion."""
     level, depth, num_items = [data], 0, 0
     while level:
         depth += 1
@@ -80,7 +80,7 @@ def check_json(data: Any, limits: Limits) -> None:
             raise RequestError(f"the JSON is nested more than {limits.max_json_depth} levels deep")
         num_items += len(level)
         if num_items > limits.max_json_items:
-            raise RequestError(f"the JSON holds more than {limits.max_json_items} values; send less")
+            raise RequestError(f"the JSON has more than {limits.max_json_items} values; send less")
         below: list[Any] = []
         for item in level:
             if isinstance(item, dict):
@@ -93,14 +93,14 @@ def check_json(data: Any, limits: Limits) -> None:
                 try:
                     item.encode()
                 except UnicodeEncodeError:
-                    raise RequestError("a string holds half a surrogate pair, which is no character") from None
+                    raise RequestError("a string contains half of a surrogate pair, which is not a character") from None
             elif isinstance(item, float) and not math.isfinite(item):
                 raise RequestError("NaN and infinities are not JSON numbers")
         level = below
 
 
 def check_grammar_size(kind: str, num_characters: int, limits: Limits) -> None:
-    """Raises RequestError. `kind`: what to call it."""
+    """Raises RequestError if a grammar is too long. `kind`: its name in the message."""
     longest = limits.max_grammar_characters
     if num_characters > longest:
         raise RequestError(

@@ -1,4 +1,4 @@
-"""What every process of the server does first: where its log goes, and how it gives memory back."""
+"""Setup that every process of the server does first: its log, and how it returns memory to the system."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import logging
 import sys
 from typing import TextIO
 
-M_MMAP_THRESHOLD, LARGE_BYTES = -3, 4 << 20  # glibc's mallopt
+M_MMAP_THRESHOLD, LARGE_BYTES = -3, 4 << 20  # parameters of glibc's mallopt
 
 
 def give_back_large_blocks() -> None:
-    """Logits of a large batch are tens of megabytes. Left alone, glibc comes to keep such blocks, in parts, once they were
-    freed, and a server's memory grows with the largest batch so far."""
+    """Makes glibc return freed blocks of 4 MiB and more to the system. By default glibc keeps parts of them. Logits of a
+    large batch are tens of megabytes, so that a server's memory would grow with the largest batch so far."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 class StderrHandler(logging.StreamHandler):
-    """Writes to what standard error is at the time: while a progress bar is shown, lines go above it."""
+    """Writes to the current `sys.stderr`, which a progress bar replaces so that log lines appear above it."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -30,7 +30,7 @@ class StderrHandler(logging.StreamHandler):
 
 
 def log_to_stderr(level: str) -> None:
-    """One format for our lines and uvicorn's."""
+    """Logs Fledge's and uvicorn's lines to standard error in one format."""
     handler = StderrHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     for name in ("fledge", "uvicorn.error", "uvicorn.access"):
@@ -39,11 +39,11 @@ def log_to_stderr(level: str) -> None:
         if not log.handlers:
             log.addHandler(handler)
     if level not in ("debug", "trace"):
-        logging.getLogger("uvicorn.error").addFilter(_is_news)
+        logging.getLogger("uvicorn.error").addFilter(_is_not_startup)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Drops uvicorn's lines on its start: they come before the model is loaded, and read as if it were."""
+def _is_not_startup(record: logging.LogRecord) -> bool:
+    """Drops uvicorn's startup lines: they appear before the model is loaded, and read as if the server were ready."""
     return not str(record.msg).startswith(
         ("Started server process", "Waiting for application startup", "Application startup complete", "Uvicorn running")
     )

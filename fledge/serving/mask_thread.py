@@ -1,10 +1,10 @@
 """Computes grammar masks on a thread with a CPU limit.
 
     engine's thread    run(work) ── waits ──▶ result
-                                  └─ too long ─▶ MaskTimeout; the next mask has a new thread
-    mask thread        work ───────────────▶ ends after what it does
+                                  └─ too long ─▶ MaskTimeout; the next mask gets a new thread
+    mask thread        work ───────────────▶ ends when the work is done
 
-A library call cannot be interrupted; one has taken a minute.
+A call into the library cannot be interrupted, and one has taken a minute.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fledge.serving.errors import ApiError, overloaded
 Result = TypeVar("Result")
 
 LOWEST_PRIORITY = 19
-# Masks that were given up and are still computed: of one caller, and of all when a new request comes.
+# Limits on masks that timed out and are still being computed: per caller, and over all callers for new requests.
 MAX_OF_CALLER, MAX_OF_ALL = 2, 8
 
 
 class MaskTimeout(Exception):
-    """A mask took more CPU seconds than it may."""
+    """Raised when a mask took more CPU seconds than its limit."""
 
 
 def _nothing() -> None:
@@ -34,7 +34,7 @@ def _nothing() -> None:
 
 
 class _Thread:
-    """Does one thing at a time. Two locks hand it over and back in 40 us; queues take twice as long."""
+    """A thread that runs one task at a time. Two locks hand a task over and back in 40 us; queues take twice as long."""
 
     def __init__(self) -> None:
         self._work: Callable[[], Any] = _nothing
@@ -44,7 +44,7 @@ class _Thread:
         self._asked, self._done = threading.Lock(), threading.Lock()
         self._asked.acquire()
         self._done.acquire()
-        # A daemon: the process does not wait for it.
+        # A daemon, so that the process does not wait for it to exit.
         self._thread = threading.Thread(target=self._serve, name="mask", daemon=True)
         self._thread.start()
         assert self._thread.ident is not None
@@ -60,10 +60,10 @@ class _Thread:
         self._work = work
         self._asked.release()
         while not self._done.acquire(timeout=limit):
-            # By its own clock: on a busy machine it may have waited for a core.
+            # By the thread's CPU clock: on a busy machine it may have waited for a core.
             if self._seconds() - began > limit:
                 self.end()
-                with contextlib.suppress(OSError):  # it has ended, or the system gives threads no priority of their own
+                with contextlib.suppress(OSError):  # it has ended, or the system has no priorities for threads
                     os.setpriority(os.PRIO_PROCESS, self._native_id, LOWEST_PRIORITY)
                 raise MaskTimeout
         if self._error is not None:
@@ -72,12 +72,12 @@ class _Thread:
         return self._result
 
     def end(self) -> None:
-        """Lets it end: now if it waits, or after what it does."""
+        """Makes the thread end, now if it is idle, else after its current task."""
         self._is_ended = True
         self._asked.release()
 
     def _seconds(self) -> float:
-        """CPU seconds of the thread; of the clock on the wall where a system does not tell."""
+        """Returns the thread's CPU seconds, or wall-clock seconds on systems that do not report them."""
         if not hasattr(time, "pthread_getcpuclockid"):
             return time.monotonic()
         return time.clock_gettime(time.pthread_getcpuclockid(self._ident))
@@ -91,20 +91,20 @@ class _Thread:
                 self._result = self._work()
             except BaseException as error:
                 self._error = error
-            self._work = _nothing  # nothing of a request is kept until the next one
-            self._done.release()  # after a timeout no thread acquires it: the loop ends above
+            self._work = _nothing  # keeps no reference to the request
+            self._done.release()  # after a timeout nobody waits for it, and the loop ends above
 
 
 class MaskThread:
-    """Used by the engine's thread alone."""
+    """Runs masks on a thread, and replaces it after a timeout. Only the engine's thread may use it."""
 
     def __init__(self) -> None:
         self._current: _Thread | None = None
-        self._timed_out: list[tuple[str, _Thread]] = []  # by caller
+        self._timed_out: list[tuple[str, _Thread]] = []  # the caller, and the thread
 
     def run(self, work: Callable[[], Result], limit: float, caller: str) -> Result:
-        """`work`'s result; MaskTimeout when it takes more than `limit` CPU seconds, ApiError when the caller has too many."""
-        # Looked at again, as requests that were let in together may all be slow.
+        """Returns `work`'s result. MaskTimeout: it took over `limit` CPU seconds. ApiError: too many of the caller's did."""
+        # Checked for each mask, since requests that were admitted together may all be slow.
         if (refusal := self.refusal(caller, is_new=False)) is not None:
             raise refusal
         if self._current is None:
@@ -117,21 +117,21 @@ class MaskThread:
             raise
 
     def refusal(self, caller: str, is_new: bool) -> ApiError | None:
-        """Why no further mask of this caller's is tried; None: it is.
+        """Returns the error for a caller who has too many masks that timed out; None: further masks may run.
 
-        The limit over all callers is for new requests alone: slow masks of some do not end running answers of others.
+        The limit over all callers applies to new requests only: slow masks of one caller do not end running answers of others.
         """
         if not self._timed_out:  # hot path
             return None
         if self.num_timed_out(caller) >= MAX_OF_CALLER:
-            message = "earlier grammars of yours took too long to follow and still take time; try again later"
+            message = "token masks of your earlier grammars took too long and are still being computed; try again later"
             return ApiError(message, 429, code="rate_limit_exceeded", headers={"Retry-After": "60"})
         if is_new and self.num_timed_out() >= MAX_OF_ALL:
-            return overloaded("grammars that took too long to follow still take time; try again later", 60)
+            return overloaded("token masks of other grammars took too long and are still being computed; try again later", 60)
         return None
 
     def num_timed_out(self, caller: str | None = None) -> int:
-        """Masks that timed out and are still computed: of one caller, or of all."""
+        """Returns the number of masks that timed out and are still being computed, of one caller or of all."""
         self._timed_out = [(owner, thread) for owner, thread in self._timed_out if thread.is_alive]
         return sum(caller in (None, owner) for owner, _ in self._timed_out)
 

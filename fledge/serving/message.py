@@ -1,4 +1,4 @@
-"""An assistant's message, taken apart as its text comes: thought, content, tool calls."""
+"""Splits an assistant's message into reasoning, content and tool calls as its text arrives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fledge.serving.tool_parsers.base import CallArguments, CallStart, Content, 
 
 
 class MessageParser:
-    """Gives OpenAI's stream deltas, and at the end the message they add up to."""
+    """Returns OpenAI's stream deltas for each piece of text, and at the end the whole message."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class MessageParser:
         self.calls: list[dict[str, Any]] = []
         self._thought: list[str] = []
         self._content: list[str] = []
-        self._arguments: list[list[str]] = []  # of each call
+        self._arguments: list[list[str]] = []  # pieces of JSON text, for each call
 
     @property
     def thought(self) -> str:
@@ -35,7 +35,7 @@ class MessageParser:
 
     @property
     def is_answering(self) -> bool:
-        """Whether what comes is no thought any more, nor the line breaks after one."""
+        """Whether the text that follows is part of the answer: not reasoning, nor the line breaks after it."""
         return self.reasoning is None or (self.reasoning.state == "answering" and not self.reasoning.trims)
 
     def push(self, text: str) -> list[dict[str, Any]]:

@@ -1,15 +1,15 @@
-"""What the HTTP side and the engine tell each other: msgpack over a socket.
+"""Messages between HTTP processes and the engine: msgpack over a socket.
 
 HTTP process                       engine
 ------------                       ------
-Compile, Forget   ------------->   a grammar, kept under the caller's number until it is used
+Compile, Forget   ------------->   a grammar, kept under the process's number for it until it is used
 Add, Abort        ------------->   a call: one or more answers
-Observe, AskFigures ----------->   what /metrics needs
+Observe, AskFigures ----------->   figures for /metrics
                   <-------------   Ready or Failed, once
-Prepared          ------------->   it has a tokenizer and takes requests
-                  <-------------   Open: every HTTP process takes requests
-                  <-------------   Taken or Refused, Compiled, Figures: answers to the above
-                  <-------------   Step: after each engine step, the new tokens of all of its requests
+Prepared          ------------->   the process has a tokenizer and accepts requests
+                  <-------------   Open: every HTTP process accepts requests
+                  <-------------   Taken or Refused, Compiled, Figures: replies to the above
+                  <-------------   Step: after each engine step, the new tokens of all requests of the process
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fledge.serving.errors import ApiError
 
 Span = tuple[str, bool]  # a piece of text, and whether the drafter had proposed it
 
-# Of SamplingParams, what a call's answers share: all but what is each answer's own, or no data.
+# Fields of SamplingParams that a call's answers share, with their defaults: not the seed, nor processors, which are not data.
 _DEFAULTS = {one.name: one.default for one in fields(SamplingParams) if one.name not in ("seed", "logits_processors")}
 
 
 class _Message(msgspec.Struct, array_like=True, frozen=True):
-    """Fields by position, the kind first."""
+    """The base of messages: an array of the kind and the fields."""
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True):
-    """One answer of a call: which of its prompts and parameters it has, and its seed."""
+    """One answer of a call: the indices of its prompt and its parameters in the call, and its seed."""
 
     prompt: int
     params: int
@@ -53,9 +53,9 @@ class Add(_Message, tag=1, frozen=True):
     answers: list[Answer]
     speculate: bool = True
     learn: bool = True
-    with_details: bool = False  # which tokens were drafted, and the figures so far, with each step
+    with_details: bool = False  # report drafted tokens and figures so far with each step
     grammar: int | None = None  # the number that it was compiled under
-    begin_mark: list[int] | None = None  # the grammar holds after these tokens of the answer; None: from the beginning
+    begin_mark: list[int] | None = None  # the grammar applies after these tokens of the answer; None: from the beginning
 
 
 class Abort(_Message, tag=2, frozen=True):
@@ -70,13 +70,13 @@ class Compile(_Message, tag=3, frozen=True):
 
 
 class Forget(_Message, tag=4, frozen=True):
-    """The grammar will not be used."""
+    """Drops a grammar that will not be used."""
 
     id: int
 
 
 class Observe(_Message, tag=5, frozen=True):
-    """What the HTTP process saw of itself: how late its event loop was, and the requests it turned away."""
+    """Measurements of an HTTP process: how late its event loop was, and the number of requests it refused."""
 
     lags: list[float]
     rejected: int
@@ -84,11 +84,11 @@ class Observe(_Message, tag=5, frozen=True):
 
 class AskFigures(_Message, tag=6, frozen=True):
     id: int
-    of_learning: bool  # its history as JSON, instead of the text of /metrics
+    of_learning: bool  # the body of /learning instead of that of /metrics
 
 
 class Prepared(_Message, tag=7, frozen=True):
-    """The HTTP process takes requests."""
+    """The HTTP process is ready to accept requests."""
 
 
 ToEngine = Add | Abort | Compile | Forget | Observe | AskFigures | Prepared
@@ -98,19 +98,19 @@ ToEngine = Add | Abort | Compile | Forget | Observe | AskFigures | Prepared
 
 
 class Ready(_Message, tag=1, frozen=True):
-    """The engine, as far as an HTTP process has to know it."""
+    """The properties of the engine that an HTTP process needs."""
 
     vocab_size: int
     max_model_len: int
     max_num_seqs: int
     eos_token_ids: list[int]
-    drafter: str | None  # in words
+    drafter: str | None  # a description
     tokenizer: str  # a model folder or a GGUF file
-    defaults: dict[str, Any]  # sampling, from the model's generation_config.json
+    defaults: dict[str, Any]  # sampling defaults from the model's generation_config.json
 
 
 class Failed(_Message, tag=2, frozen=True):
-    """The engine is not trusted any more, or could not be built."""
+    """The engine failed or could not be built, and ends."""
 
     reason: str
 
@@ -120,7 +120,7 @@ class Taken(_Message, tag=3, frozen=True):
 
 
 class Refused(_Message, tag=4, frozen=True):
-    """Ends a call, also one that is running, or a compilation."""
+    """Refuses or ends a call, possibly a running one, or a compilation."""
 
     id: int
     message: str
@@ -148,7 +148,7 @@ class Finish(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Output(msgspec.Struct, array_like=True):
-    """What a step added to one answer. Text is made by the HTTP process, unless the engine needed it to find stop strings."""
+    """New tokens of one answer. The HTTP process decodes them, unless the engine did so to find stop strings (`spans`)."""
 
     id: int
     index: int
@@ -163,18 +163,18 @@ class Output(msgspec.Struct, array_like=True):
 
 class Step(_Message, tag=7, frozen=True):
     outputs: list[Output]
-    others_in_flight: int  # answers that other HTTP processes wait for
+    others_in_flight: int  # answers in flight in other HTTP processes
 
 
 class Open(_Message, tag=8, frozen=True):
-    """Every HTTP process takes requests: /health may say so, whichever HTTP process the next connection reaches."""
+    """Every HTTP process accepts requests, so /health may report it, whichever process the next connection reaches."""
 
 
 ToApiServer = Ready | Failed | Taken | Refused | Compiled | Figures | Step | Open
 
 
 def pack_params(params: SamplingParams) -> dict[str, Any]:
-    """Keywords of `SamplingParams` that are not as usual: most requests set two or three."""
+    """Returns the keywords of `SamplingParams` that differ from the defaults: most requests set two or three."""
     return {name: value for name, default in _DEFAULTS.items() if (value := getattr(params, name)) != default}
 
 

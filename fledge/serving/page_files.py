@@ -1,4 +1,4 @@
-"""The page at `/`: a fixed set of files, with headers that allow it nothing but this server."""
+"""The page at `/`: a fixed set of files, with headers that restrict it to this server."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MEDIA_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# The page shows text that a model wrote. Were some of it taken for markup, no script in it would run: only files of this server
-# may, and trusted types forbid innerHTML and its like in the page's own code.
+# The page shows text that a model wrote. Even if some of it were parsed as HTML, no script in it would run: only this server's
+# files may run, and trusted types forbid innerHTML and similar calls in the page's own code.
 POLICY = (
     "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src 'self'; frame-ancestors 'none'; "
     "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -32,7 +32,7 @@ HEADERS = {
 
 @cache
 def contents() -> dict[str, bytes]:
-    """By name. What is not here is not served: no path of a caller reaches the file system."""
+    """Returns the files by name. Nothing else is served, so no path in a request reaches the file system."""
     return {path.name: path.read_bytes() for path in sorted(FOLDER.iterdir()) if path.suffix in MEDIA_TYPES}
 
 

@@ -1,4 +1,4 @@
-"""From messages to the prompt that the model reads."""
+"""Turns chat messages into the prompt for the model."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fledge.serving.protocol import ChatMessage, ChatRequest, TextPart, Tokenize
 from fledge.serving.service import SHORT_TEXT, Service
 from fledge.tokenizer import Tokenizer
 
-MESSAGE_CHARACTERS = 32  # what a template writes around a message
+MESSAGE_CHARACTERS = 32  # characters that a template writes around a message, about
 TEXT_PARTS = ("text", "input_text", "output_text")
-# Callers may set what a template takes beyond its messages, not what the server passes itself.
+# Template arguments that the server passes itself, so that requests may not set them.
 RESERVED_KWARGS = {"messages", "conversation", "tools", "chat_template", "tokenize", "add_generation_prompt"}
 RESERVED_KWARGS |= {"continue_final_message", "return_tensors", "return_dict", "padding", "truncation", "max_length"}
 RESERVED_KWARGS |= {"self", "tokenizer_kwargs", "documents"}
 
 
 def render(service: Service, tokenizer: Tokenizer, payload: ChatRequest | TokenizeRequest, tools: Sequence[Tool] | None) -> str:
-    """`tools`: those of the payload that the model is told of."""
+    """Renders the messages with the chat template. `tools`: the tools to put into the prompt."""
     kwargs = payload.chat_template_kwargs or {}
     reserved = sorted(RESERVED_KWARGS & set(kwargs))
     if reserved:
@@ -38,7 +38,7 @@ def render(service: Service, tokenizer: Tokenizer, payload: ChatRequest | Tokeni
 
 
 def length(messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None, kwargs: dict[str, Any] | None = None) -> int:
-    """Characters that a template may write, about: whatever it is given counts. Tools and calls are taken for not short."""
+    """Estimates the rendered prompt's characters from the template's input. Tools and calls never count as short text."""
     total = _characters(kwargs) if kwargs else 0
     for message in messages:
         total += len(plain_text(message.content)) + MESSAGE_CHARACTERS
@@ -52,7 +52,7 @@ def length(messages: Sequence[ChatMessage], tools: Sequence[Tool] | None = None,
 
 
 def _characters(value: Any) -> int:
-    """Of a JSON value's texts; anything else in it counts for a few."""
+    """Counts the characters of a JSON value's strings; any other value counts as 4."""
     total, left = 0, [value]
     while left:
         one = left.pop()
@@ -74,7 +74,7 @@ def plain_text(content: str | Sequence[TextPart] | None) -> str:
 
 
 def _template_message(message: ChatMessage, limits: Limits) -> dict[str, Any]:
-    """As templates expect it: plain text, and the arguments of earlier calls as objects."""
+    """Converts a message to the form that templates expect: plain text, and arguments of earlier calls as objects."""
     result: dict[str, Any] = {"role": message.role, "content": plain_text(message.content)}
     for name in ("name", "tool_call_id"):
         if getattr(message, name) is not None:
@@ -101,5 +101,5 @@ def _arguments(text: str, limits: Limits) -> Any:
         return value
     except RequestError as error:
         raise ApiError(f"the arguments of an earlier tool call cannot be used: {error}", param="messages") from None
-    except (ValueError, RecursionError):  # a number of thousands of digits is a ValueError of its own
+    except (ValueError, RecursionError):  # ValueError also for a number of thousands of digits
         raise ApiError("the arguments of an earlier tool call are not valid JSON", param="messages") from None

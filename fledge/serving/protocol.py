@@ -1,7 +1,7 @@
-"""What callers send: OpenAI's fields, vLLM's extensions, and three of our own.
+"""Request bodies: OpenAI's fields, vLLM's extensions, and three fields of Fledge's own.
 
-`speculate: false` switches speculation off for one request; `learn: false` keeps `--learn` from it; `include_speculation:
-true` asks for its figures and, in a stream, for which pieces of text the drafter had proposed.
+`speculate: false` switches speculation off for one request. `learn: false` keeps `--learn` from training on it.
+`include_speculation: true` asks for speculation figures and, in a stream, for which pieces of text the drafter had proposed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 MAX_CHOICES = 128
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Item = TypeVar("Item")
-# The first item that is wrong ends the check: a report on each of a million would take seconds and gigabytes.
+# Validation stops at the first invalid item: errors for a million items would take seconds and gigabytes.
 Many = Annotated[list[Item], Field(fail_fast=True)]
 Role = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$", max_length=64)]  # templates write it between control tokens
 Name = Annotated[str, Field(pattern=r"^[^\s<|\\/>]+$", max_length=256)]
@@ -22,35 +22,35 @@ Seed = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 
 
-MAX_METADATA = 16  # pairs, as OpenAI has it
+MAX_METADATA = 16  # pairs, as in OpenAI's API
 
 
 def check_bias(given: Any) -> dict[int, float]:
-    """The first pair that is wrong ends the check, as with `Many`."""
+    """Validates a logit bias. Stops at the first invalid pair, as `Many` does."""
     if not isinstance(given, dict):
-        raise ValueError("maps token ids to numbers")
+        raise ValueError("must be an object that maps token ids to numbers")
     for token, bias in given.items():
         if not (isinstance(token, str) and token.isascii() and token.isdecimal() and len(token) < 11):
-            raise ValueError(f"maps token ids to numbers; {token!r:.40} is no id")
+            raise ValueError(f"must map token ids to numbers; {token!r:.40} is not a token id")
         if isinstance(bias, bool) or not isinstance(bias, int | float) or not -100 <= bias <= 100:
-            raise ValueError(f"values must lie between -100 and 100; {bias!r:.40} does not")
+            raise ValueError(f"values must be between -100 and 100, not {bias!r:.40}")
     return {int(token): float(bias) for token, bias in given.items()}
 
 
 def check_metadata(given: Any) -> dict[str, str]:
     if not isinstance(given, dict) or len(given) > MAX_METADATA or not all(isinstance(one, str) for one in given.values()):
-        raise ValueError(f"must be at most {MAX_METADATA} names, each with a text")
+        raise ValueError(f"must be an object with at most {MAX_METADATA} keys and string values")
     return given
 
 
 class Payload(BaseModel):
-    """Unknown fields are left aside, as OpenAI's own clients expect of servers that lag behind. Those that are known and cannot
-    be followed are refused, unless they ask for nothing."""
+    """The base of request bodies. Unknown fields are ignored, since OpenAI's clients may be newer than the server. Known fields
+    that are not supported are refused, unless their value has no effect."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False)
-    # By name: values that change nothing, and why others are refused.
+    # By field: the values that have no effect, and why others are refused.
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {}
-    # Fields that have a default and take no null: OpenAI's clients send null for what is not set.
+    # Fields with a default that do not allow null. OpenAI's clients send null for unset fields, so null means the default.
     NOT_NULL: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
@@ -91,7 +91,7 @@ class ResponseFormat(Payload):
 
 
 class StructuredOutputs(Payload):
-    """vLLM's extension: exactly one of these."""
+    """vLLM's extension for structured output: exactly one of these."""
 
     json_: dict[str, Any] | bool | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -104,7 +104,7 @@ GUIDED = ("json", "regex", "choice", "grammar", "json_object")
 
 
 class SamplingFields(Payload):
-    """Fields that chat and completions share. None: the model's or the server's default."""
+    """The fields that chat and completions share. None: the model's or the server's default."""
 
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -151,7 +151,7 @@ class SamplingFields(Payload):
     @model_validator(mode="before")
     @classmethod
     def read_guided(cls, data: Any) -> Any:
-        """vLLM's older names of `structured_outputs`."""
+        """Converts vLLM's older fields `guided_…` to `structured_outputs`."""
         if not isinstance(data, dict):
             return data
         guided = {name: data[f"guided_{name}"] for name in GUIDED if data.get(f"guided_{name}") is not None}
@@ -219,7 +219,7 @@ class NamedTool(Payload):
 
 
 class ChatFields(Payload):
-    """What becomes a prompt through the chat template."""
+    """The fields that the chat template turns into a prompt."""
 
     messages: Many[ChatMessage] = Field(min_length=1)
     tools: Many[Tool] | None = None
@@ -279,10 +279,10 @@ class ChatRequest(SamplingFields, ChatFields):
 
 
 def check_prompt(given: Any) -> Any:
-    """Before its four kinds are tried in turn, each with an error of its own."""
+    """Checks the type of a prompt first: pydantic would try four types in turn, and report an error for each."""
     kinds = set(map(type, given)) if isinstance(given, list) else {type(given)}
     if kinds not in (set(), {str}, {int}, {list}) or (kinds == {int} and not isinstance(given, list)):
-        raise ValueError("must be a text, a list of texts, a list of token ids, or a list of such lists")
+        raise ValueError("must be a string, a list of strings, a list of token ids, or a list of such lists")
     return given
 
 
@@ -297,7 +297,7 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def check_completion(self) -> CompletionRequest:
         if self.suffix:
-            raise ValueError("suffix is not supported: the model continues text, it does not fill gaps")
+            raise ValueError("suffix is not supported: the model only continues text")
         if self.echo and self.logprobs is not None:
             raise ValueError("echo with logprobs is not supported: log-probabilities of the prompt are not kept")
         if self.logprobs is not None and self.logprobs < 0:
@@ -306,7 +306,7 @@ class CompletionRequest(SamplingFields):
 
 
 class TokenizeRequest(Payload):
-    """A prompt, or messages as for chat."""
+    """The body of /tokenize: a prompt, or messages as for chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -331,7 +331,7 @@ class DetokenizeRequest(Payload):
 
 
 class InputItem(Payload):
-    """A message of the responses API."""
+    """An input message of the responses API."""
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] = "user"
@@ -350,7 +350,7 @@ class TextOptions(Payload):
 
 
 class ResponsesRequest(Payload):
-    """The responses API for text: one call, no state kept on the server."""
+    """The body of /v1/responses, for text. The server keeps no state between calls."""
 
     model: str | None = None
     input: str | Many[InputItem]
@@ -371,11 +371,11 @@ class ResponsesRequest(Payload):
         "tools": (([],), "are served by /v1/chat/completions"),
         "tool_choice": (("none", "auto"), "is not supported: tools are served by /v1/chat/completions"),
         "top_logprobs": ((0,), "is not supported: /v1/chat/completions gives log-probabilities"),
-        "previous_response_id": ((), "is not supported: no conversations are kept here; send all messages as input"),
-        "conversation": ((), "is not supported: no conversations are kept here; send all messages as input"),
+        "previous_response_id": ((), "is not supported: no conversations are stored; send all messages as input"),
+        "conversation": ((), "is not supported: no conversations are stored; send all messages as input"),
         "background": ((False,), "is not supported; stream instead"),
         "truncation": (("disabled",), "is not supported: shorten the input"),
-        "prompt": ((), "is not supported: no prompts are kept here; send messages as input"),
+        "prompt": ((), "is not supported: no prompts are stored; send messages as input"),
     }
 
     @model_validator(mode="after")

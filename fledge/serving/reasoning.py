@@ -1,4 +1,4 @@
-"""Splits what a model thinks from what it answers, as the text comes."""
+"""Splits a model's text into reasoning and content as it arrives."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ class Thought(NamedTuple):
 
 
 class ReasoningParser:
-    """Text between `<think>` and `</think>`. A template may have opened the thought in the prompt already."""
+    """Parses reasoning between `<think>` and `</think>`. The chat template may have put the opening tag into the prompt."""
 
     start, end = "<think>", "</think>"
-    thinks_first = False  # whether an answer without any tag begins as a thought
-    also_ends: tuple[str, ...] = ()  # what ends a thought too, and stays in the content
-    needs_special_tokens = False  # whether its tags are tokens that decoding would skip
+    thinks_first = False  # whether an answer without tags begins with reasoning
+    also_ends: tuple[str, ...] = ()  # markers that end reasoning too, and stay in the content
+    needs_special_tokens = False  # whether its tags are special tokens, which decoding skips by default
 
     def __init__(self, prompt: str = "") -> None:
         opened, closed = prompt.rfind(self.start), prompt.rfind(self.end)
-        # Only the end of the prompt tells: thoughts of earlier turns are closed.
+        # Only tags at the end of the prompt count: reasoning of earlier turns is closed.
         open_in_prompt = opened > closed and not prompt[opened + len(self.start) :].strip()
         closed_in_prompt = closed > opened >= 0 and not prompt[closed + len(self.end) :].strip()
         self.state = "beginning"  # beginning | thinking | answering
@@ -30,8 +30,8 @@ class ReasoningParser:
             self.state = "thinking"
         elif closed_in_prompt:
             self.state = "answering"
-        self.may_open = True  # the opening tag may still come
-        self.trims = False  # line breaks that follow the closing tag are dropped
+        self.may_open = True  # whether the opening tag may still come
+        self.trims = False  # whether line breaks are dropped, after the closing tag
         self.buffer = ""
 
     def push(self, text: str) -> Thought:
@@ -63,29 +63,29 @@ class ReasoningParser:
         return Thought(reasoning, content)
 
     def finish(self) -> Thought:
-        """What was held back as a possible tag."""
+        """Returns the text that was held back as a possible tag."""
         rest, self.buffer = self.buffer, ""
         return Thought(rest, "") if self.state == "thinking" else Thought("", rest)
 
 
 class Qwen3(ReasoningParser):
-    """Thinks when it opens a thought itself, or when the template did."""
+    """Reasons if the answer or the template opens the tag."""
 
 
 class DeepSeekR1(ReasoningParser):
-    """Always thinks first; older templates leave the opening tag out."""
+    """Always reasons first; older templates omit the opening tag."""
 
     thinks_first = True
 
 
 class KimiK2(ReasoningParser):
-    """May go from a thought straight into a tool call."""
+    """May begin a tool call without closing its reasoning."""
 
     also_ends = ("<|tool_calls_section_begin|>",)
 
 
 class Mistral(ReasoningParser):
-    """Magistral's."""
+    """Magistral's format."""
 
     start, end, needs_special_tokens = "[THINK]", "[/THINK]", True
 

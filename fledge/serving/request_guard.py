@@ -1,4 +1,4 @@
-"""What every request passes first: the API key, the limit on its size, and the time it may take to send and to read."""
+"""Checks each request first: its API key, its host name, its size, and the time to send it and to read the answer."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from fledge.serving.limits import Limits
 
 OPEN_PATHS = ("/health", "/ready")
 CALLER = "fledge.caller"
-CUT = "fledge.cut"  # in the scope: closes the connection, and drops what is not sent
+CUT = "fledge.cut"  # in the scope: closes the connection and drops unsent data
 
 
 class CallerTooSlow(Exception):
-    """The caller does not read its answer: the connection is cut."""
+    """Raised when a client does not read its answer in time: the connection is aborted."""
 
 
 def caller_of(request: Request) -> str:
-    """Whose turn a request takes in the queue."""
+    """Returns the client that a request counts for in the queues: its key or its address."""
     return request.scope.get(CALLER, "")
 
 
-def _place(host: str) -> str:
-    """Whom an address belongs to: with IPv6 a /64 is the least that one subscriber has, and all of it is theirs to use."""
+def _client_of(host: str) -> str:
+    """Returns the client of an address. With IPv6 it is the /64, because one subscriber has at least a /64 to choose from."""
     if ":" not in host:
         return host
     try:
@@ -44,7 +44,7 @@ def _place(host: str) -> str:
 
 
 def is_local_name(host: str) -> bool:
-    """Whether a Host header names no domain of the internet: an address, `localhost`, or a name without a dot."""
+    """Whether a Host header cannot be an internet domain: it is an address, `localhost`, or a name without a dot."""
     name = host.rpartition("]")[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
     try:
         ipaddress.ip_address(name)
@@ -54,10 +54,11 @@ def is_local_name(host: str) -> bool:
 
 
 class RequestGuard:
-    """The key comes as a bearer token, or as the password of basic authentication, which lets a browser ask for it.
+    """The middleware that checks requests. The API key is a bearer token, or the password of basic authentication, for which a
+    browser can prompt.
 
-    `local_only`: refuses requests for any domain. A page whose domain is made to point to this machine (DNS rebinding) could
-    otherwise ask a server that is open to this machine alone.
+    `local_only`: refuses requests whose Host is a domain. Otherwise a website whose domain is pointed to this machine (DNS
+    rebinding) could use a server that listens on this machine only.
     """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...], limits: Limits, local_only: bool = False) -> None:
@@ -72,15 +73,15 @@ class RequestGuard:
         refusal = self._refusal(scope, headers, key)
         if refusal is not None:
             return await refusal.response()(scope, receive, send)
-        # With one key for all, addresses tell callers apart.
+        # With a single key, clients are told apart by address.
         client = scope.get("client")
-        scope[CALLER] = f"key {key}" if key is not None and len(self.keys) > 1 else _place(client[0]) if client else ""
+        scope[CALLER] = f"key {key}" if key is not None and len(self.keys) > 1 else _client_of(client[0]) if client else ""
         taken, whole = 0, False
         deadline = asyncio.get_running_loop().time() + self.limits.body_timeout
 
         async def limited() -> Message:
             nonlocal taken, whole
-            if whole:  # what follows is the caller hanging up, which may take as long as the answer
+            if whole:  # the next message is the disconnect, which may come as late as the answer's end
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -103,12 +104,12 @@ class RequestGuard:
         try:
             return await self.app(scope, limited, in_time)
         except CallerTooSlow:
-            if CUT in scope:  # closing would wait for the caller to read
+            if CUT in scope:  # a normal close would wait for the client to read
                 scope[CUT]()
             return None
 
     def _refusal(self, scope: Scope, headers: Headers, key: int | None) -> ApiError | None:
-        path = scope["path"].removeprefix(scope.get("root_path", ""))  # uvicorn writes --root-path before each
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # uvicorn puts --root-path in front of each path
         if self.keys and path not in OPEN_PATHS and key is None:
             scheme = 'Basic realm="Fledge: the API key is the password"' if path == "/" else "Bearer"
             return ApiError(
@@ -119,7 +120,7 @@ class RequestGuard:
             )
         if self.local_only and not is_local_name(headers.get("host", "")):
             return ApiError(
-                "this server is open to its own machine alone and does not know this host name; use localhost or an address, "
+                "this server listens on its own machine only and refuses requests for a domain; use localhost or an address, "
                 "or start it with --api-key, or with --trusted-proxies behind a proxy",
                 403,
                 code="unknown_host",
@@ -134,7 +135,7 @@ class RequestGuard:
         return f"the request is larger than {longest} bytes; send less, or start the server with --max-request-bytes"
 
     def _key(self, authorization: str) -> int | None:
-        """Which of the keys was given."""
+        """Returns the index of the API key that was given; None: none that is valid."""
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() == "basic":
             try:
@@ -144,5 +145,5 @@ class RequestGuard:
         elif scheme.lower() != "bearer":
             return None
         candidate = given.strip().encode(errors="replace")
-        matches = [secrets.compare_digest(candidate, key) for key in self.keys]  # all, so that time tells nothing
+        matches = [secrets.compare_digest(candidate, key) for key in self.keys]  # all: constant time
         return matches.index(True) if any(matches) else None

@@ -1,4 +1,4 @@
-"""`/v1/responses`, for text: the newer shape of a chat call. Nothing is stored."""
+"""The route `/v1/responses`, for text: a chat call in OpenAI's newer format. Nothing is stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fledge.serving.generation import Answer, Generation, Progress
 from fledge.serving.protocol import ChatRequest, ResponsesRequest
 from fledge.serving.request_guard import caller_of
 from fledge.serving.service import Service
-from fledge.serving.streaming import EventStream, begin, event, unless_gone
+from fledge.serving.streaming import EventStream, begin, event, json_response
 
 
 async def create(service: Service, payload: ResponsesRequest, request: Request) -> Any:
@@ -22,7 +22,7 @@ async def create(service: Service, payload: ResponsesRequest, request: Request) 
     response = Response(payload, call)
     if payload.stream:
         return EventStream(generation, response, done=b"")
-    return await unless_gone(request, generation, response.collect(generation))
+    return await json_response(request, generation, response.collect(generation))
 
 
 def as_chat(payload: ResponsesRequest) -> ChatRequest:
@@ -56,16 +56,16 @@ def as_chat(payload: ResponsesRequest) -> ChatRequest:
 
 
 class Response:
-    """A response on its way from `in_progress` to `completed`: a reasoning item if the model thinks, then its message."""
+    """Builds a response, whole or as a stream of events: a reasoning item if the model reasons, then a message item."""
 
     def __init__(self, payload: ResponsesRequest, call: chat.ChatCall) -> None:
         self.payload, self.call, self.parser = payload, call, call.new_parser()
         name = secrets.token_hex(16)
         self.id, self.thought_id, self.item_id = f"resp_{name}", f"rs_{name}", f"msg_{name}"
-        self.answer: Answer | None = None  # once it is complete
+        self.answer: Answer | None = None  # set when it is complete
         self.num_thought_tokens = 0
         self.sequence = -1
-        self._open: str | None = None  # which kind of item is being written
+        self._open: str | None = None  # the kind of the item that is being streamed
         self._next_index = 0
 
     async def collect(self, generation: Generation) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Response:
         return b"".join(written)
 
     def end(self) -> bytes:
-        last = self._begin_item("message") + self._end_item()  # an answer without text has a message all the same
+        last = self._begin_item("message") + self._end_item()  # an answer without text has a message item, too
         body = self.body(self.answer)
         return last + self._event(f"response.{body['status']}", response=body)
 
@@ -106,7 +106,7 @@ class Response:
         return {"item_id": item_id, "output_index": self._next_index - 1, "content_index": 0}
 
     def _begin_item(self, kind: str) -> bytes:
-        """Opens an item of this kind, unless it is open; ends the one before."""
+        """Ends the open item and opens one of this kind, unless it is open already."""
         if self._open == kind:
             return b""
         ended = self._end_item()
@@ -129,7 +129,7 @@ class Response:
         return written + self._event("response.output_item.done", output_index=place["output_index"], item=item)
 
     def _item(self, kind: str) -> dict[str, Any]:
-        """As it stands: whole, once nothing is added to it."""
+        """Returns an item with the text so far."""
         is_cut = self.answer is not None and self.answer.finish_reason == "length"
         if kind == "reasoning":
             item = {"type": "reasoning", "id": self.thought_id, "summary": [], "content": [_part(kind, self.parser.thought)]}
@@ -138,7 +138,7 @@ class Response:
         return item | {"status": "incomplete" if is_cut else "completed"}
 
     def body(self, answer: Answer | None) -> dict[str, Any]:
-        """`answer`: None while it is under way."""
+        """Returns the response object. `answer`: None while it is being generated."""
         payload = self.payload
         status = "in_progress" if answer is None else "incomplete" if answer.finish_reason == "length" else "completed"
         output: list[dict[str, Any]] = []

@@ -1,12 +1,12 @@
-"""Runs the app: binds, starts the engine and other HTTP processes, serves, and shuts down in an orderly way.
+"""Runs the server: binds, starts the engine and other HTTP processes, serves, and shuts down gracefully.
 
     main process ── HTTP ──┐                        with --no-engine-process the engine is a thread of the main process
        │ starts            ├── sockets ── engine    each has a socket to the engine; all listen on the same port
        ├── api worker ─────┤
        └── api worker ─────┘
 
-The main process has the signals. The others end with it: the engine when its socket closes, workers on SIGTERM; all of them
-are killed by the system when it dies.
+The main process handles signals and ends the others: the engine by closing its socket, API workers by SIGTERM. The system kills
+all of them if the main process dies.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from fledge.serving.logs import give_back_large_blocks, log_to_stderr
 from fledge.serving.service import Service
 from fledge.serving.streaming import ExposeSocket
 
-# How long after our own limit connections are cut: by then everyone has been told.
+# uvicorn closes connections this long after `shutdown_timeout`, at which every open request has got an error.
 BACKSTOP_SECONDS = 5
 WATCH_SECONDS = 0.05
-MAX_SOCKET_PATH = 107  # Linux's sun_path, with its zero at the end
+MAX_SOCKET_PATH = 107  # bytes: Linux's sun_path has 108, with the zero at the end
 
 log = logging.getLogger("fledge.serving")
 
 
 class Server(uvicorn.Server):
-    """Waits for running requests as uvicorn does; those that outlast the limit get an answer that says so."""
+    """A uvicorn server whose shutdown waits for running requests, and answers those that exceed the limit with an error."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -54,10 +54,10 @@ class Server(uvicorn.Server):
         self.service.engine.before_stop = self._wait_for_workers
         self.workers: list[subprocess.Popen] = []
         self.interrupted = False
-        self.ready_line = ""  # logged once, when requests are taken
+        self.ready_line = ""  # logged once, when requests are accepted
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn raises the signal again when it has ended; whether that reaches us as an exception depends on the moment.
+        # uvicorn raises the signal again after shutdown; whether it then arrives as an exception depends on the timing.
         self.interrupted |= sig == signal.SIGINT
         super().handle_exit(sig, frame)
 
@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
             await asyncio.sleep(WATCH_SECONDS)
 
     async def on_tick(self, counter: int) -> bool:
-        """uvicorn's, ten times a second."""
+        """Checks workers and logs the ready line. uvicorn calls it ten times a second."""
         if any(worker.poll() is not None for worker in self.workers) and not self.should_exit:
             self.service.engine.fail("an HTTP process of the server ended")
         if self.ready_line and self.service.engine.status == "ready":
@@ -87,7 +87,7 @@ class Server(uvicorn.Server):
 
 
 def build(flags: ServeFlags, connection: socket.socket | None = None) -> Server:
-    """The server, not started yet; it ends when its engine does."""
+    """Returns the server of an HTTP process, not started yet. It shuts down if the engine fails."""
     service = Service(flags, connection)
     config = uvicorn.Config(
         ExposeSocket(create_app(service)),
@@ -98,7 +98,7 @@ def build(flags: ServeFlags, connection: socket.socket | None = None) -> Server:
         access_log=not flags.disable_uvicorn_access_log,
         ssl_keyfile=flags.ssl_keyfile,
         ssl_certfile=flags.ssl_certfile,
-        # Anyone can write X-Forwarded-For, and callers are told apart by address.
+        # Clients are told apart by address, and anyone can send X-Forwarded-For, so only trusted proxies' headers count.
         proxy_headers=bool(flags.trusted_proxies),
         forwarded_allow_ips=with_mapped(flags.trusted_proxies),
         http=limited_protocol(flags.limits),
@@ -111,7 +111,7 @@ def build(flags: ServeFlags, connection: socket.socket | None = None) -> Server:
 
 
 def with_mapped(addresses: Sequence[str]) -> list[str]:
-    """Adds the form in which a socket that listens on `::` shows IPv4 peers: ::ffff:127.0.0.1."""
+    """Adds the IPv4-mapped form of each address, such as ::ffff:127.0.0.1, which a socket listening on `::` reports."""
     networks = [ipaddress.ip_network(one) for one in addresses]
     mapped = [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in networks if one.version == 4]
     return [*addresses, *mapped]
@@ -123,21 +123,21 @@ def run(flags: ServeFlags) -> None:
     check_files(flags)
     sockets = [] if flags.uds else bind(flags)
     server = build(flags)
-    # The server waits for running requests and then raises the signal again: by then it has been followed.
+    # uvicorn raises the signal again after its graceful shutdown, which has handled it: ignore it then.
     signal.signal(signal.SIGTERM, lambda *_: None)
     scheme = "https" if flags.ssl_certfile else "http"
     where = flags.uds or f"{scheme}://{'localhost' if flags.host in ('0.0.0.0', '::') else flags.host}:{flags.port}"
     names = printable(", ".join(flags.names))
-    log.info("loading %s; it will be at %s", names, where)
+    log.info("loading %s; it will be served at %s", names, where)
     server.ready_line = f"ready: {names} at {where}"
     for note in flags.notes:
         log.warning(printable(note))
     if flags.host in ("127.0.0.1", "::1", "localhost") and not flags.uds:
-        log.info("open to this machine alone; --host 0.0.0.0 opens it to the network (give an --api-key then)")
+        log.info("reachable from this machine only; to serve a network use --host 0.0.0.0 and --api-key")
     elif not flags.api_key and not flags.uds:
-        log.warning("open to whoever reaches %s:%s: give an --api-key", flags.host, flags.port)
+        log.warning("anyone who can reach %s:%s can use this server; set --api-key", flags.host, flags.port)
     if flags.engine_process:
-        log.info("the engine has a process of its own; %s HTTP", _count(flags.api_workers))
+        log.info("the engine runs in its own process; HTTP processes: %d", flags.api_workers)
     for connection, listening in zip(server.service.other_connections, sockets[1:], strict=True):
         server.workers.append(start_child("fledge.serving.server", flags, [connection, listening]))
         connection.close()
@@ -149,7 +149,7 @@ def run(flags: ServeFlags) -> None:
             _end(worker, flags.shutdown_timeout + BACKSTOP_SECONDS)
         engine = server.service.engine
         if isinstance(engine.host, EngineThread) and not engine.host.join(0) and engine.failure is None:
-            # Interrupted while a model is loaded, or while a mask takes minutes. Python's end would unwind that thread inside
+            # Interrupted while a model is loaded, or while a mask takes minutes. A normal exit would unwind that thread inside
             # C++, which aborts the process.
             code = _exit_code(sys.exception(), server.interrupted)
             sys.stderr.flush()
@@ -161,10 +161,10 @@ def run(flags: ServeFlags) -> None:
 
 
 def _exit_code(error: BaseException | None, interrupted: bool) -> int:
-    """Of a process that cannot end in the usual way; `error`: what ended the server."""
+    """Returns the exit code for `os._exit`. `error`: the exception that ended the server."""
     if interrupted or isinstance(error, KeyboardInterrupt):
         return 130
-    if isinstance(error, SystemExit):  # uvicorn's, which has said why
+    if isinstance(error, SystemExit):  # from uvicorn, which has logged the reason
         return error.code if isinstance(error.code, int) else 1
     if error is not None:
         log.error("the server could not start", exc_info=error)
@@ -173,27 +173,23 @@ def _exit_code(error: BaseException | None, interrupted: bool) -> int:
 
 
 def check_files(flags: ServeFlags) -> None:
-    """What the server could not begin without, before a model is loaded for it."""
+    """Raises UserError if certificates or the socket's path are unusable, before a model is loaded."""
     if flags.ssl_keyfile and not flags.ssl_certfile:
         raise UserError("--ssl-keyfile needs --ssl-certfile")
     if flags.ssl_certfile:
         try:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(flags.ssl_certfile, flags.ssl_keyfile, lambda: "")
-        except OSError as error:  # ssl's own are OSErrors too
+        except OSError as error:  # includes ssl.SSLError
             files = " and ".join(filter(None, (flags.ssl_certfile, flags.ssl_keyfile)))
-            raise UserError(f"{files}: no certificate and key that can be used ({error})") from None
+            raise UserError(f"{files}: cannot be used as certificate and key ({error})") from None
     if flags.uds:
         path = Path(flags.uds)
         if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-            raise UserError(f"--uds {path}: {path.parent} is no folder that can be written to")
+            raise UserError(f"--uds {path}: {path.parent} is not a writable folder")
         if path.exists() and not path.is_socket():
-            raise UserError(f"--uds {path}: there is something else of that name")
+            raise UserError(f"--uds {path}: the path exists and is not a socket")
         if len(os.fsencode(path)) > MAX_SOCKET_PATH:
-            raise UserError(f"--uds {path}: longer than the {MAX_SOCKET_PATH} bytes that a socket's path may have")
-
-
-def _count(number: int) -> str:
-    return "one process speaks" if number == 1 else f"{number} processes speak"
+            raise UserError(f"--uds {path}: the path is longer than {MAX_SOCKET_PATH} bytes, the maximum for a socket")
 
 
 def _end(worker: subprocess.Popen, seconds: float) -> None:
@@ -206,10 +202,10 @@ def _end(worker: subprocess.Popen, seconds: float) -> None:
 
 
 def bind(flags: ServeFlags) -> list[socket.socket]:
-    """A socket for each HTTP process, before the model is loaded: a taken port shows at once.
+    """Returns a listening socket for each HTTP process. Runs before the model is loaded, so that a port in use fails at once.
 
-    With several, the system spreads connections over them. They may share the port with each other, but not with another
-    server: that is tried first.
+    The system spreads connections over several sockets. They share the port with each other (SO_REUSEPORT), but must not share
+    it with another server: binding once without sharing checks that.
     """
     first = _listener(flags, shared=False)
     if flags.api_workers == 1:
@@ -235,7 +231,7 @@ def _listener(flags: ServeFlags, shared: bool, port: int | None = None) -> socke
 
 
 def main() -> None:
-    """A further HTTP process. Ctrl-C reaches the whole group; the main process says when to end."""
+    """Runs an API worker. It ignores SIGINT, which reaches the whole process group: the main process ends it by SIGTERM."""
     flags, (connection, listening) = begin_child(sys.argv[1:])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     log_to_stderr(flags.uvicorn_log_level)

@@ -1,4 +1,4 @@
-"""What all routes share: the engine, the tokenizer, sampling defaults and limits."""
+"""State and checks that all routes share: the engine, the tokenizers, sampling defaults and limits."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ Result = TypeVar("Result")
 
 # Below this, dividing logits by the temperature overflows; vLLM rounds up to the same value. 0 is greedy.
 LEAST_TEMPERATURE = 0.01
-# Short texts are tokenised on the event loop: 2,048 characters take about a millisecond, a thread's turn as long.
+# Short texts are tokenised on the event loop: 2,048 characters take about a millisecond, as does a switch to a thread.
 SHORT_TEXT = 2048
-# Longer texts are tokenised in a thread apart, so that others do not wait for them.
+# Texts longer than this are tokenised in a second thread, so that medium ones do not wait for them.
 LONG_TEXT = 32_768
-# A step in which a long text's tokens are counted before they are made.
+# The characters tokenised at a time when a prompt that may not fit the context is counted.
 COUNTED_CHARACTERS = 65_536
 
 
 class Service:
-    """`connection`: to an engine that another HTTP process has started; None: this one starts it, by the flags."""
+    """The state of one HTTP process. `connection`: to an engine started by another process; None: this one starts it."""
 
     def __init__(self, flags: ServeFlags, connection: socket.socket | None = None, build: Any = None) -> None:
         self.flags = flags
         self.limits = flags.limits
         self.defaults: dict[str, Any] = overriding_defaults(flags.override_generation_config)
-        self.other_connections: list[socket.socket] = []  # for other HTTP processes, which this one starts
+        self.other_connections: list[socket.socket] = []  # to the engine, for the HTTP processes that this one starts
         host: EngineHost | None = None
         if connection is None:
             pairs = [socket.socketpair() for _ in range(flags.api_workers)]
@@ -62,7 +62,7 @@ class Service:
         self._tokenizing_long = TokenizerThread("tokenizer-long", room, on_refusal)
 
     def _prepare(self, info: Ready) -> Tokenizer:
-        """In a thread, when the engine is ready."""
+        """Loads and returns the tokenizer. Called in a thread when the engine is ready."""
         self.defaults = info.defaults | self.defaults
         path = Path(info.tokenizer)
         if path.is_file():
@@ -72,18 +72,18 @@ class Service:
             tokenizer: Tokenizer = GgufTokenizer(GgufFile(path))
         else:
             if self.flags.engine_process:
-                # transformers imports torch if there is one: 250 MB and seconds in each HTTP process, for nothing.
+                # transformers imports torch if it is installed: 250 MB and seconds in each HTTP process, which does not use it.
                 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
                 sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
             tokenizer = Tokenizer(path)
-        tokenizer.incremental_decoder()  # its table
+        tokenizer.incremental_decoder()  # builds its table now
         gc.collect()
-        gc.freeze()  # what is loaded by now stays: collecting through it would pause every stream
+        gc.freeze()  # what is loaded by now is never freed: collections that scan it would pause every stream
         return tokenizer
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The event loop's."""
+        """The tokenizer for the event loop."""
         self.engine.check_ready()
         assert self.engine.tokenizer is not None
         return self.engine.tokenizer
@@ -94,16 +94,16 @@ class Service:
 
     @cached_property
     def thread_tokenizer(self) -> Tokenizer:
-        """A second one, for the thread that takes texts which are not short."""
+        """The tokenizer for the thread that takes texts of SHORT_TEXT to LONG_TEXT characters."""
         return self.tokenizer.copy()
 
     @cached_property
     def long_tokenizer(self) -> Tokenizer:
-        """A third one, for the thread that takes long texts."""
+        """The tokenizer for the thread that takes texts above LONG_TEXT characters."""
         return self.tokenizer.copy()
 
     def check_limits(self, fields: SamplingFields, num_prompts: int = 1, caller: str = "") -> None:
-        """What a request asks for, before any of it is made."""
+        """Raises ApiError if a request exceeds a limit or the queue is full, before any work is done for it."""
         limits = self.limits
         stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
         choices = fields.structured_outputs.choice if fields.structured_outputs is not None else None
@@ -129,10 +129,10 @@ class Service:
 
     def check_count(self, param: str, count: int, most: int, what: str, flag: str) -> None:
         if count > most:
-            raise ApiError(f"{count} {what} were given; at most {most} are taken (--{flag})", param=param)
+            raise ApiError(f"the request has {count} {what}; the limit is {most} (--{flag})", param=param)
 
     def check_model(self, name: str | None) -> str:
-        """The name the answer bears."""
+        """Returns the model name for the response. ApiError: the requested model is not served."""
         self.engine.check_ready()
         if name and name not in self.flags.names:
             known = ", ".join(self.flags.names)
@@ -142,7 +142,7 @@ class Service:
         return name or self.flags.names[0]
 
     async def tokenize(self, work: Callable[[Tokenizer], Result], length: int = 0, caller: str = "") -> Result:
-        """Runs what uses the tokenizer, off the event loop unless it is short. `length`: characters that it must take in."""
+        """Runs `work` with a tokenizer, in a thread unless the text is short. `length`: the text's characters."""
         if length <= SHORT_TEXT:
             return work(self.tokenizer)
         is_long = length > LONG_TEXT
@@ -151,16 +151,16 @@ class Service:
         return await thread.run(lambda: work(tokenizer), length, caller)
 
     def encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        """The tokens of a prompt. One that cannot fit the context is refused before all of it is tokenised: 4 MB take 4 s."""
+        """Tokenises a prompt. One that cannot fit the context is refused before all of it is tokenised: 4 MB take 4 s."""
         longest = self.max_model_len
         if len(text) > max(4 * longest, LONG_TEXT):
             count = 0
             for at in range(0, len(text), COUNTED_CHARACTERS):
                 count += len(tokenizer.encode(text[at : at + COUNTED_CHARACTERS], add_special_tokens=False))
-                if count > longest + 64:  # a cut may split a token or two
+                if count > longest + 64:  # a cut between two parts may split tokens
                     raise ApiError(
                         f"the context holds {longest} tokens; of {len(text)} characters of prompt, the first "
-                        f"{min(len(text), at + COUNTED_CHARACTERS)} have {count} already. Shorten the prompt",
+                        f"{min(len(text), at + COUNTED_CHARACTERS)} already give {count}. Shorten the prompt",
                         code="context_length_exceeded",
                     )
         return tokenizer.encode(text, add_special_tokens)
@@ -168,23 +168,23 @@ class Service:
     async def compile_grammar(
         self, fields: SamplingFields, params: SamplingParams, caller: str, forced_schema: Any = None
     ) -> int | None:
-        """The number of the grammar that a request asks for, if it does."""
+        """Compiles the grammar that a request asks for, and returns its number; None: it asks for none."""
         wanted = self._grammar_of(fields, forced_schema)
         if wanted is None:
             return None
         kind, value = wanted
-        # Before it is queued. The compiler looks at its size again, as it writes the text: a choice is written as
-        # alternatives, whose quotes and ` | ` are 5 characters each.
+        # Checked before it is queued, and by the compiler again for the text that it writes. A choice is written as
+        # alternatives, with 5 characters for the quotes and ` | ` of each.
         size = sum(len(one) + 5 for one in value) if isinstance(value, list) else len(value or "")
         check_grammar_size(
             {"json_schema": "JSON schema", "regex": "regular expression"}.get(kind, "grammar"), size, self.limits
         )
         if params.ignore_eos:
-            raise ApiError("ignore_eos and structured output exclude each other", param="ignore_eos")
+            raise ApiError("ignore_eos and structured output exclude each other; give one", param="ignore_eos")
         return await self.engine.compile(kind, value, caller)
 
     def _grammar_of(self, fields: SamplingFields, forced_schema: Any = None) -> tuple[str, Any] | None:
-        """What a request asks for by `response_format`, `structured_outputs` or a forced tool: a kind and its value."""
+        """Returns the kind and value of the grammar that `response_format`, `structured_outputs` or a forced tool asks for."""
         wanted, extension = fields.response_format, fields.structured_outputs
         if forced_schema is not None:
             return "json_schema", self._schema(forced_schema)
@@ -213,7 +213,7 @@ class Service:
         return kind, None if kind == "json_object" else value
 
     def _schema(self, schema: Any) -> str:
-        """A schema that the grammar library follows in full, as JSON; RequestError says what it would not."""
+        """Returns the JSON text of a schema, rewritten for the grammar library. RequestError names what is not supported."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
         check_grammar_size("JSON schema", len(text), self.limits)
         if isinstance(schema, str):
@@ -225,7 +225,7 @@ class Service:
         return json.dumps(supported_schema(schema))
 
     def max_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
-        """How long the answer may get; as long as the context allows if the request does not say."""
+        """Returns the maximum length of the answer: as requested, else the default, else what the context leaves."""
         longest = self.max_model_len
         room = longest - len(prompt)
         if room < 1 or (wanted or 0) > room:
@@ -240,10 +240,10 @@ class Service:
     def sampling_params(
         self, fields: SamplingFields, max_tokens: int, logprobs: int | None = None, special_tokens: bool = False
     ) -> SamplingParams:
-        """What all answers of a request share; `answer_seed` has the rest."""
+        """Returns the sampling parameters that all answers of a request share. Only their seeds differ: see `answer_seed`."""
         if logprobs is not None and logprobs > self.flags.max_logprobs:
             param = "top_logprobs" if isinstance(fields, ChatRequest) else "logprobs"
-            raise ApiError(f"at most {self.flags.max_logprobs} log-probabilities a token are given", param=param)
+            raise ApiError(f"at most {self.flags.max_logprobs} log-probabilities per token are allowed", param=param)
 
         def pick(name: str, fallback: float) -> float:
             value = getattr(fields, name)
@@ -275,13 +275,13 @@ class Service:
                 logprobs=logprobs,
             )
             check_params(params, info.vocab_size, info.eos_token_ids)
-        except RequestError as error:  # its sentences begin with the parameter
+        except RequestError as error:  # its message begins with the parameter's name
             param = str(error).partition(" ")[0]
             raise ApiError(str(error), param=param if hasattr(fields, param) else None) from None
         return params
 
     def answer_seed(self, seed: int | None, choice: int) -> int | None:
-        """`seed`: the request's; each of its answers has another, or they would all be the same."""
+        """Returns the seed of one answer. Each answer of a request has its own, since equal seeds would give equal answers."""
         if seed is not None:
             return (seed + choice) % (1 << 63) if choice else seed
         return self._seeds.getrandbits(63) if self._seeds is not None else None

@@ -1,4 +1,4 @@
-"""vLLM's `--speculative-config`, read into what the engine takes."""
+"""Parses vLLM's `--speculative-config` into the engine's options."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fledge.engine.options import DEFAULT_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.speculation.depth import TreeShape
 
-SAID_TWICE = "--speculative-config and --drafter or --depth say the same thing; give one of them"
+BOTH_GIVEN = "--speculative-config replaces --drafter and --depth; give one or the other"
 METHODS = ("eagle3", "eagle", "ngram")
 EAGER = "a GPU always runs captured CUDA graphs, a CPU never does"
 
-# Keys of --speculative-config that may be given with these values only, and why.
+# Keys of --speculative-config -> the values that are accepted, and why others are not.
 FIXED = {
     "draft_tensor_parallel_size": ((1, None), "the drafter runs on one device; use --engine vllm for more"),
     "quantization": ((None,), "drafters are served in --dtype"),
@@ -32,7 +32,7 @@ FIXED = {
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """vLLM's `--speculative-config`, as far as it applies."""
+    """The parts of vLLM's `--speculative-config` that Fledge supports."""
 
     speculation: Speculation
     prompt_lookup_max: int | None = None  # n-gram: the longest match tried
@@ -66,7 +66,7 @@ class SpeculativeConfig:
             longest = 5 if longest is None and shortest is None else longest or shortest
             shortest = shortest or longest
             if not all(isinstance(one, int) and one > 0 for one in (longest, shortest)) or shortest > longest:
-                raise UserError("--speculative-config: prompt_lookup_min and _max are numbers, 1 <= min <= max")
+                raise UserError("--speculative-config: prompt_lookup_min and _max must be whole numbers, 1 <= min <= max")
         elif longest is not None or shortest is not None:
             raise UserError("--speculative-config: prompt_lookup_min and _max belong to method 'ngram'")
         if method != "ngram" and not isinstance(model, str):

@@ -1,8 +1,7 @@
-"""Answers over HTTP: server-sent events, and letting go of a request when its caller has gone.
+"""Sends answers as server-sent events, and aborts a request when its client disconnects.
 
-Tokens are written where they arrive. An event goes from the engine's message to the socket in one call stack; the ASGI task
-sleeps until the end, or until the socket takes no more. Through `send` an event costs a task switch, two asynchronous
-generators and four layers of middleware.
+Each event goes from the engine's message to the socket in one call stack. The ASGI task sleeps until the stream ends or the
+socket's buffer is full. Through `send`, an event costs a task switch, two async generators and four layers of middleware.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-SOCKET = "fledge.socket"  # in the scope: the connection, where it can be written to without `send`
+SOCKET = "fledge.socket"  # in the scope: the connection, if it can be written to without `send`
 encode_json = msgspec.json.Encoder().encode
 
 
@@ -41,9 +40,9 @@ def event(data: dict[str, Any], name: str | None = None) -> bytes:
 
 
 class TextEvents:
-    """Events that differ in their text alone: made once for each choice, then only the text is put in."""
+    """Makes events that differ only in their text: the rest is encoded once for each choice."""
 
-    MARK = "\ue000fledge\ue000"  # private use: nothing else in an event holds it
+    MARK = "\ue000fledge\ue000"  # private-use characters, which occur nowhere else in an event
 
     def __init__(self, make: Callable[[int, str], bytes]) -> None:
         self.make = make
@@ -58,7 +57,7 @@ class TextEvents:
 
 
 class Call(Protocol):
-    """A request that is ready for the engine."""
+    """A prepared request, ready for the engine."""
 
     @property
     def works(self) -> list[Work]: ...
@@ -68,7 +67,7 @@ class Call(Protocol):
 
 
 class EventWriter(Protocol):
-    """How an API writes its stream; each gives bytes of whole events, or nothing."""
+    """Writes the stream of one API. Each method returns whole events, or nothing."""
 
     def begin(self) -> bytes: ...
 
@@ -78,7 +77,7 @@ class EventWriter(Protocol):
 
 
 class ExposeSocket:
-    """The outermost layer: puts uvicorn's connection into the scope."""
+    """The outermost ASGI layer: puts uvicorn's connection into the scope."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]) -> None:
         self.app = app
@@ -93,19 +92,19 @@ class ExposeSocket:
 
 
 def _cut(cycle: Any) -> None:
-    """Drops the connection and what is not sent. uvicorn is told first, or it would log an answer that is not complete."""
+    """Aborts the connection and drops unsent data. Marks it as disconnected first, or uvicorn logs an incomplete response."""
     cycle.disconnected = True
     cycle.transport.abort()
 
 
 class ChunkedSocket:
-    """A response of uvicorn's whose head has been sent, chunked (RFC 9112, 7.1)."""
+    """Writes chunks (RFC 9112, 7.1) to a uvicorn response whose headers have been sent."""
 
     def __init__(self, cycle: Any) -> None:
         self.cycle, self.flow, self.transport = cycle, cycle.flow, cycle.transport
 
     def write(self, data: bytes) -> bool:
-        """Writes a part of the body; False: it takes no more now, and nothing was written."""
+        """Writes a part of the body. Returns False if the connection accepts no more now, and nothing was written."""
         cycle = self.cycle
         if self.flow.write_paused or not cycle.chunked_encoding or cycle.disconnected:
             return False
@@ -114,14 +113,14 @@ class ChunkedSocket:
 
 
 class EventStream(Response):
-    """Server-sent events of one generation, which ends with the stream: also when the caller hangs up."""
+    """Streams one generation as server-sent events, and closes it at the end or when the client disconnects."""
 
     def __init__(self, generation: Generation, writer: EventWriter, done: bytes = DONE) -> None:
         self.generation, self.writer, self.done = generation, writer, done
         self.background = None
         self._unsent: list[bytes] = []
-        self._last: bytes | None = None  # what ends the stream, once it is known
-        self._is_gone = False  # the caller
+        self._last: bytes | None = None  # the stream's last events, once the generation has ended
+        self._is_gone = False  # whether the client has disconnected
         self._wake = asyncio.Event()
         self._socket: ChunkedSocket | None = None
 
@@ -138,7 +137,7 @@ class EventStream(Response):
                 self._wake.clear()
                 while self._unsent and not self._is_gone:
                     unsent, self._unsent = b"".join(self._unsent), []
-                    self._socket = None  # in order: what comes meanwhile waits behind this
+                    self._socket = None  # keeps the order: data that arrives during `send` is queued behind it
                     await send({"type": "http.response.body", "body": unsent, "more_body": True})
                 self._socket = socket
             if not self._is_gone:
@@ -156,7 +155,7 @@ class EventStream(Response):
         self._wake.set()
 
     def _end(self, error: Exception | None) -> None:
-        """The status has been sent when an error comes: it is told as an event."""
+        """Prepares the stream's last events. The status was sent already, so an error becomes an event."""
         try:
             last = self.writer.end() if error is None else event(as_api_error(error).body())
         except Exception as failure:
@@ -169,14 +168,14 @@ class EventStream(Response):
         self._wake.set()
 
 
-async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`; if the caller hangs up first, it is cancelled."""
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of `work`, or cancels it if the client disconnects first."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnected(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ApiError("the caller has gone", 499)
+            raise ApiError("the client has disconnected", 499)
         return working.result()
     finally:
         for task in (working, leaving):
@@ -184,7 +183,7 @@ async def while_there(request: Request, work: Coroutine[Any, Any, Result]) -> Re
 
 
 async def begin(engine: AsyncEngine, request: Request, preparing: Coroutine[Any, Any, CallT]) -> tuple[CallT, Generation]:
-    """Prepares a call and hands it to the engine. One deadline is for all of it: the tokenizer, a grammar and the answer."""
+    """Prepares a call and submits it to the engine. One deadline covers tokenisation, the grammar and the answer."""
     deadline = engine.new_deadline()
 
     async def in_time() -> CallT:
@@ -192,16 +191,16 @@ async def begin(engine: AsyncEngine, request: Request, preparing: Coroutine[Any,
             return await preparing
 
     try:
-        call = await while_there(request, in_time())
+        call = await unless_disconnected(request, in_time())
     except TimeoutError:
         raise engine.late() from None
     return call, await engine.submit(call.works, call.options, deadline)
 
 
-async def unless_gone(request: Request, generation: Generation, work: Coroutine[Any, Any, dict[str, Any]]) -> Any:
-    """The answer of `work`; if the caller hangs up first, the generation is freed at once."""
+async def json_response(request: Request, generation: Generation, work: Coroutine[Any, Any, dict[str, Any]]) -> Any:
+    """Returns the response that `work` gives. If the client disconnects first, closes the generation at once."""
     try:
-        return Response(encode_json(await while_there(request, work)), media_type="application/json")
+        return Response(encode_json(await unless_disconnected(request, work)), media_type="application/json")
     finally:
         generation.close()
 

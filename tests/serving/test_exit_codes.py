@@ -74,8 +74,8 @@ def test_a_start_that_fails_beside_the_loading_engine_is_no_success(tmp_path):
 def test_files_are_looked_at_before_the_model_is_loaded(tmp_path):
     (tmp_path / "file").write_text("x")
     wrong = {
-        ("--uds", str(tmp_path / "nowhere" / "socket")): "no folder",
-        ("--uds", str(tmp_path / "file")): "something else",
+        ("--uds", str(tmp_path / "nowhere" / "socket")): "not a writable folder",
+        ("--uds", str(tmp_path / "file")): "not a socket",
         ("--uds", str(tmp_path / ("s" * 120))): "bytes",
         ("--ssl-certfile", str(tmp_path / "file")): "certificate",
         ("--ssl-keyfile", str(tmp_path / "file")): "--ssl-certfile",
@@ -107,10 +107,10 @@ def test_sampling_defaults_are_checked_at_the_start(tmp_path, given, reason):
 def test_sampling_defaults(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"top_k": 50.0, "temperature": 0.5, "eos_token_id": 2, "top_p": null}')
     assert generation_defaults(tmp_path) == {"top_k": 50, "temperature": 0.5}
-    with pytest.raises(UserError, match="'top_q' is no default"):
+    with pytest.raises(UserError, match="'top_q' is not a sampling parameter"):
         overriding_defaults({"top_q": 1})
     with pytest.raises(UserError, match="top_p"):
         Service(flags.parse([str(tmp_path), "--no-engine-process", "--override-generation-config", '{"top_p": 7}']))
     (tmp_path / "generation_config.json").write_text("[]")
-    with pytest.raises(UserError, match="no JSON object"):
+    with pytest.raises(UserError, match="not a JSON object"):
         generation_defaults(tmp_path)

@@ -21,7 +21,7 @@ from fledge.serving.flag_parser import parser as flag_parser
 from fledge.serving.flags import ServeFlags, chosen_engine, parse
 from fledge.serving.foreign_flags import LLAMA_CPP, MAY_BE, REFUSED, SAME, SGLANG
 from fledge.serving.limits import Limits
-from fledge.serving.logs import _is_news
+from fledge.serving.logs import _is_not_startup
 
 
 def test_defaults_are_vllms_but_for_the_address() -> None:
@@ -262,7 +262,7 @@ def test_the_log_says_ready_once_and_not_before_the_model_is_loaded(monkeypatch:
 
 def test_uvicorn_does_not_say_that_it_runs_before_the_model_is_loaded() -> None:
     def is_shown(text: str) -> bool:
-        return _is_news(logging.makeLogRecord({"msg": text}))
+        return _is_not_startup(logging.makeLogRecord({"msg": text}))
 
     assert not is_shown("Application startup complete.")
     assert not is_shown("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)")

@@ -60,7 +60,7 @@ def test_the_drift_guard_is_exported_and_named_in_the_log_line_when_it_acts() ->
     assert value("recoveries_total") == 0
     assert value("short_steps_total") == guard.counts.short_steps > 100
     assert value("outside_vocabulary_share") == engine.drafter.coverage.share > 0
-    assert "drift guard: 2 shortened, 1 now short" in metrics._line(before, metrics._snapshot(), 1.0)
+    assert "drift guard: 2 depths reduced, 1 now reduced" in metrics._line(before, metrics._snapshot(), 1.0)
     plain = Metrics("plain")
     plain.engine = build_engine(tiny_decoder(), Speculation("none"), config)
     assert b"drift_guard" not in plain.render()

@@ -39,6 +39,6 @@ export function summary(usage) {
   const parts = [`${usage.completion_tokens} tokens`];
   if (rate) parts.push(`${rate.toFixed(1)} tokens/s`);
   if (steps) parts.push(`acceptance length ${length.toFixed(2)}`);
-  if (usage.isCut) parts.push("cut at the longest answer");
+  if (usage.isCut) parts.push("cut off at the token limit");
   return parts.join(" · ");
 }

@@ -39,7 +39,7 @@ async function replay({ view, clock }, pieces, signal) {
 /* Says whether both texts are the same. */
 function verdict(isSame) {
   if (isSame) return node("p", { class: "verdict same" }, icon("check"), "Identical: both answers are the same text, character for character.");
-  const why = isGreedy() ? "The answers differ." : "The answers differ, as samples do; temperature 0, or a seed, compares like with like.";
+  const why = isGreedy() ? "The answers differ." : "The answers differ because they were sampled; set temperature 0 or a seed to compare them.";
   return node("p", { class: "verdict" }, why);
 }
 

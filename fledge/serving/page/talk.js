@@ -91,7 +91,7 @@ export class Talk {
     turn.replaceChildren(shown[0], box, node("div", { class: "actions" },
       node("button", { type: "button", class: "main", onclick: send }, "Send again"),
       node("button", { type: "button", onclick: close }, "Cancel"),
-      node("span", { class: "note" }, "What follows is answered anew.")));
+      node("span", { class: "note" }, "A new answer replaces what follows.")));
     box.focus();
   }
 

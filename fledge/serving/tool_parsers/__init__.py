@@ -1,4 +1,4 @@
-"""How models write tool calls, by the names that vLLM gives the formats."""
+"""Parsers of the tool call formats of models, under vLLM's names."""
 
 from fledge.serving.tool_parsers.base import ToolParser
 from fledge.serving.tool_parsers.json_formats import HermesParser, Llama3JsonParser, MistralParser, Phi4Parser
@@ -10,7 +10,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "llama3_json": Llama3JsonParser,
     "llama4_json": Llama3JsonParser,
     "pythonic": PythonicParser,
-    "llama4_pythonic": PythonicParser,  # the marks around its calls are special tokens, which are not in the text
+    "llama4_pythonic": PythonicParser,  # the markers around its calls are special tokens, which are not in the text
     "kimi_k2": KimiK2Parser,
     "mistral": MistralParser,
     "phi4_mini_json": Phi4Parser,

@@ -1,7 +1,7 @@
-"""What every tool parser offers, the search for markers, and the JSON call that most formats share.
+"""The base class of tool parsers, the search for markers, and the parser of JSON calls that most formats share.
 
-A parser takes text as it comes and gives events; a whole text is the case of one piece. So what is streamed and what is
-answered at once are the same by construction.
+A parser takes pieces of text as they arrive and returns events. A complete answer is parsed as a single piece, so streamed and
+complete responses are the same by construction.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ToolEvent = Content | CallStart | CallArguments
 
 
 class ToolParser:
-    needs_special_tokens = False  # whether its markers are tokens that decoding would skip
+    needs_special_tokens = False  # whether its markers are special tokens, which decoding skips by default
     functions: Mapping[str, Any] = {}  # the request's tools: JSON schemas of their parameters by name
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class ToolParser:
         self.num_calls = 0
 
     def push(self, text: str) -> list[ToolEvent]:
-        raise AssertionError("every format parses its own way")
+        raise AssertionError("every format implements this")
 
     def finish(self) -> list[ToolEvent]:
-        """What is left at the end: a call that was cut off stays what it is, anything else is content."""
+        """Returns the rest at the end of the answer: an incomplete call adds nothing, other text is content."""
         rest, self.buffer = self.buffer, ""
         return [Content(rest)] if rest else []
 
@@ -59,7 +59,7 @@ class ToolParser:
         return CallStart(self.num_calls - 1, call_id or new_call_id(), name)
 
     def read_call(self, call: JsonCall, call_id: str | None = None) -> list[ToolEvent]:
-        """Goes on with a call from the buffer: its start once the name is known, then its arguments as they come."""
+        """Continues a call with the buffer. Returns its start once the name is known, then its arguments as they arrive."""
         events: list[ToolEvent] = []
         arguments, self.buffer = call.push(self.buffer)
         if call.name is not None and not call.started:
@@ -75,9 +75,9 @@ def new_call_id() -> str:
 
 
 def before_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
-    """Finds the first marker in text that is still coming: (text before the first marker, the marker, what follows it).
+    """Splits text that may continue at its first marker. Returns (text before the marker, the marker, text after it).
 
-    Without a marker, what may turn out to be the beginning of one is held back as the last part: `a <th` gives
+    Without a marker, an end of the text that may be the beginning of one is returned as the last part: `a <th` gives
     (`a `, ``, `<th`).
     """
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
@@ -94,31 +94,31 @@ def before_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
 
 
 class JsonCall:
-    """Reads `{"name": "f", "arguments": {…}}` as it comes, with the keys in any order.
+    """Parses `{"name": "f", "arguments": {…}}` as it arrives, with the keys in any order.
 
-    The arguments are passed on as they are written once the name is known. `failed` is set when the text cannot be such
-    a call, `done` when its closing brace has come; `text` is all that was taken so far.
+    Once the name is known, the arguments are passed on unchanged as they arrive. `failed` is set if the text cannot be such a
+    call, `done` at its closing brace. `text` is all text parsed so far.
     """
 
     def __init__(
         self, argument_keys: tuple[str, ...] = ("arguments", "parameters"), *, ends_with_arguments: bool = False
     ) -> None:
-        """`ends_with_arguments`: they are the last of the call, and no brace follows."""
+        """`ends_with_arguments`: the call ends after its arguments, without a closing brace."""
         self.argument_keys, self.ends_with_arguments = argument_keys, ends_with_arguments
         self.text = ""
         self.name: str | None = None
         self.done = self.failed = False
-        self.started = False  # whether its name was passed on
+        self.started = False  # whether its CallStart was returned
         self._state = "open"  # open | key | colon | value | comma
         self._key = ""
         self._token = ""  # the key or value being read
         self._depth = 0
         self._in_string = self._escaped = False
-        self._pending = ""  # arguments that came before the name
+        self._pending = ""  # arguments that arrived before the name
         self._has_arguments = False
 
     def push(self, text: str) -> tuple[str, str]:
-        """(new text of the arguments, what follows the call)."""
+        """Returns (new text of the arguments, text after the call)."""
         arguments = ""
         for at, char in enumerate(text):
             if self.done or self.failed:
@@ -148,7 +148,7 @@ class JsonCall:
         return ""
 
     def _inside(self, char: str) -> str:
-        """Within a key or a value."""
+        """Takes a character of a key or a value."""
         if not self._token:
             if char in JSON_SPACE:
                 return ""

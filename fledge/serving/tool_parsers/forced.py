@@ -1,4 +1,4 @@
-"""Calls that the request forces: a grammar makes the text exact, so it is only taken apart here."""
+"""Parsers of calls that the request forces. A grammar guarantees the format."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fledge.serving.tool_parsers.base import CallArguments, JsonCall, ToolEvent,
 
 
 class NamedParser(ToolParser):
-    """`tool_choice` names a function: the whole text is its arguments."""
+    """Parses answers to a `tool_choice` that names a function: the whole text is its arguments."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class NamedParser(ToolParser):
 
 
 class RequiredParser(ToolParser):
-    """`tool_choice: required`: a JSON list of calls."""
+    """Parses answers to `tool_choice: required`: a JSON list of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class RequiredParser(ToolParser):
 
 
 def required_schema(tools: list[tuple[str, dict[str, Any] | None]], parallel: bool) -> dict[str, Any]:
-    """The schema of a list of calls to any of these (name, parameters). Each tool's own is a definition, which its references
-    are led to."""
+    """Returns the schema of a list of calls to any of `tools`, which are (name, parameters). Each tool's schema becomes a
+    definition, and its references are changed to point into it."""
     definitions: dict[str, Any] = {}
     calls = []
     for number, (name, parameters) in enumerate(tools):
         place, own = f"tool_{number}", dict(parameters or {"type": "object", "properties": {}})
-        own.pop("$id", None)  # only the root of a schema may have one, which this is no more
+        own.pop("$id", None)  # only the root of a schema may have an id, and this is no root now
         definitions[place] = _moved(own, f"#/$defs/{place}")
         calls.append(
             {
@@ -64,12 +64,12 @@ def required_schema(tools: list[tuple[str, dict[str, Any] | None]], parallel: bo
     return schema if parallel else schema | {"maxItems": 1}
 
 
-# What is under these is data, in which `$ref` is a name like any other.
+# Keywords whose values are data, in which `$ref` has no meaning.
 _DATA = ("const", "enum", "default", "examples", "example")
 
 
 def _moved(node: Any, place: str, is_schema: bool = True) -> Any:
-    """A schema that now lies at `place` of another. `is_schema`: not the names of properties or definitions."""
+    """Returns a schema with references changed for its new `place` in another. `is_schema`: False for maps of names."""
     if isinstance(node, list):
         return [_moved(one, place) for one in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""Formats whose calls are JSON: Hermes and Qwen, Llama 3, Mistral and Phi-4."""
+"""Formats with JSON calls: Hermes and Qwen, Llama 3, Mistral and Phi-4."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ START, END = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ToolParser):
-    """`<tool_call>{"name": …, "arguments": …}</tool_call>`, between other text or several in a row."""
+    """Parses `<tool_call>{"name": …, "arguments": …}</tool_call>`, between other text or several in a row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class HermesParser(ToolParser):
                 return events
 
     def _read_call(self, call: JsonCall) -> list[ToolEvent]:
-        """Goes on with the call; leaves `self.call` None when it is over."""
+        """Continues the call, and sets `self.call` to None at its end."""
         events: list[ToolEvent] = []
         if not call.done:
             events = self.read_call(call)
@@ -58,11 +58,11 @@ TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser(ToolParser):
-    """The whole answer is `{"name": …, "parameters": …}`, several joined by `;`, with or without `<|python_tag|>`."""
+    """Parses answers that are `{"name": …, "parameters": …}`, several joined by `;`, with or without `<|python_tag|>`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.taken = ""  # what was read of a possible call, to give it back as content
+        self.taken = ""  # the text before a possible call, which is content if it is none
         self.call: JsonCall | None = None
         self.is_content = False
 
@@ -81,7 +81,7 @@ class Llama3JsonParser(ToolParser):
         return events
 
     def _begin(self) -> bool:
-        """Looks for the opening brace; False when more text is needed."""
+        """Looks for the opening brace. Returns False if more text is needed."""
         stripped = self.buffer.lstrip(" \t\r\n;," if self.num_calls else None)
         if not stripped or (TAG.startswith(stripped) and stripped != TAG):
             return False
@@ -92,7 +92,7 @@ class Llama3JsonParser(ToolParser):
             self.taken = self.buffer[: len(self.buffer) - len(rest)]
             self.buffer, self.call = rest, JsonCall()
         elif self.num_calls:
-            self.buffer = ""  # remarks after the calls
+            self.buffer = ""  # text after the calls is dropped
         else:
             self.is_content = True
         return True
@@ -118,7 +118,7 @@ ARGUMENTS, CALL_ID = "[ARGS]", "[CALL_ID]"
 
 
 class MarkedJsonParser(ToolParser):
-    """Content before the mark, calls after it; what stands between calls is dropped.
+    """Parses content before a marker and calls after it. Text between calls is dropped.
 
     Mistral                                  [TOOL_CALLS][{"name": "f", "arguments": {…}}, …]
     Mistral, tokenizers from version 11 on   [TOOL_CALLS]f{…}[TOOL_CALLS]g{…}, or f[CALL_ID]id[ARGS]{…}
@@ -126,7 +126,7 @@ class MarkedJsonParser(ToolParser):
     """
 
     mark: str
-    named = False  # whether a call may be a name before its arguments
+    named = False  # whether a call may be a name followed by its arguments
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class MarkedJsonParser(ToolParser):
                 return events
 
     def _begin(self) -> bool:
-        """Looks for the next call; False when more text is needed."""
+        """Looks for the next call. Returns False if more text is needed."""
         rest = self.buffer.lstrip(" \t\r\n,;").removeprefix(self.mark)
         if self.named and rest and not rest.startswith(("[", "{")):
             head, brace, arguments = rest.partition("{")
@@ -180,7 +180,7 @@ class MarkedJsonParser(ToolParser):
     def finish(self) -> list[ToolEvent]:
         if self.state == "content":
             return super().finish()
-        if not self.num_calls:  # a mark without a call is content
+        if not self.num_calls:  # a marker without a call is content
             self.buffer = self.mark + (self.call.text if self.state == "call" else "") + self.buffer
             return super().finish()
         self.buffer = ""

@@ -1,4 +1,4 @@
-"""Llama 3.2 and 4, Olmo: the whole answer is a Python list of calls, `[get_weather(city="Paris"), now()]`."""
+"""The format of Llama 3.2 and 4 and Olmo: the whole answer is a Python list of calls, `[get_weather(city="Paris"), now()]`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAY_OPEN = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*)?)?")
 
 
 class PythonicParser(ToolParser):
-    """A call is passed on when its closing parenthesis has come: Python values must be whole to become JSON."""
+    """Parses a list of Python calls. A call is returned at its closing parenthesis: only whole values convert to JSON."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class PythonicParser(ToolParser):
         self.depth = 0
         self.quote = ""
         self.escaped = False
-        self.scanned = 0  # characters of the buffer looked at
+        self.scanned = 0  # number of characters of the buffer scanned
 
     def push(self, text: str) -> list[ToolEvent]:
         self.buffer += text

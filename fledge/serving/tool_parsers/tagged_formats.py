@@ -1,4 +1,4 @@
-"""Formats whose calls are taken apart by tags: Kimi K2 and Qwen3-Coder."""
+"""Formats with calls between tags: Kimi K2 and Qwen3-Coder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CALL, ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>
 
 
 class KimiK2Parser(ToolParser):
-    """A section of calls between special tokens, each with its id `functions.name:index` and JSON arguments."""
+    """Parses a section of calls between special tokens, each with its id `functions.name:index` and JSON arguments."""
 
     needs_special_tokens = True
 
@@ -36,7 +36,7 @@ class KimiK2Parser(ToolParser):
             elif self.state == "arguments" and before:
                 events.append(CallArguments(self.num_calls - 1, before))
             if not marker:
-                # An id is wanted whole; everything else has been passed on.
+                # An id must be complete; everything else has been returned.
                 self.buffer = self.buffer if self.state == "id" else rest
                 return events
             self.buffer = rest
@@ -70,9 +70,9 @@ MARKS = {
 
 
 class Qwen3CoderParser(ToolParser):
-    """`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
+    """Parses `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`.
 
-    Values are plain text. Their types are those of the tool's schema; what has none stays a string.
+    Values are plain text. They are converted to the types in the tool's schema; without a type they stay strings.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Qwen3CoderParser(ToolParser):
             if self.state == "content" and before and not (self.num_calls and not before.strip()):
                 events.append(Content(before))
             if not mark:
-                self.buffer = rest if self.state == "content" else self.buffer  # a name, key or value is wanted whole
+                self.buffer = rest if self.state == "content" else self.buffer  # names, keys and values must be complete
                 return events
             self.buffer = rest
             events += self._reached(mark, before)
@@ -140,7 +140,7 @@ class Qwen3CoderParser(ToolParser):
 
 
 def typed(text: str, schema: Any) -> Any:
-    """A value as its schema wants it: JSON, unless a string is asked for or it is not JSON."""
+    """Converts a value to its schema's type: parses it as JSON, unless the type is string or it is not JSON."""
     kinds = schema.get("type") if isinstance(schema, dict) else "string"
     kinds = [kinds] if isinstance(kinds, str) else kinds or ["object"]
     if "string" in kinds and not (text == "null" and "null" in kinds):

@@ -124,7 +124,7 @@ def test_edit_regenerate_and_stop(page: Page, scripted: ScriptedServer) -> None:
     page.click(".is-last .regenerate")
     page.wait(lambda: "Another" in page.text(".is-last .text"))
     assert len(page.answers(2)) == 2
-    assert page.text(".is-last .note").endswith("cut at the longest answer")
+    assert page.text(".is-last .note").endswith("cut off at the token limit")
     assert sent(scripted) == [("user", "question one"), ("assistant", "First answer."), ("user", "question two")]
 
     page.click(".turn.user .edit")
@@ -186,7 +186,7 @@ def test_a_race_tells_same_from_different(page: Page, scripted: ScriptedServer) 
     page.wait(lambda: not page.all("body.is-busy"))
     page.click("#compare")
     page.wait(lambda: len(page.all(".verdict")) == 3)
-    assert "as samples do" in page.all(".verdict")[2].text
+    assert "because they were sampled" in page.all(".verdict")[2].text
 
     scripted.text, scripted.plain_text, scripted.holds_at = "word " * 50, None, 20
     page.wait(lambda: not page.all("body.is-busy"))
