@@ -247,7 +247,7 @@ def memory_plan(engine: Engine) -> MemoryPlan:
     seen: set[int] = set()  # storages: the drafter often shares the target's embedding and head
     weights = held_bytes(engine.decoder, seen)
     drafter_weights = drafter_per_token = 0
-    head_dims = [model.head_dim]
+    head_dims = [model.head_dim] * len(model.ropes)
     if isinstance(drafter, EagleSpeculator):
         drafter_weights = held_bytes(drafter.network, seen)
         drafter_per_token = bytes_per_token(drafter.network.config, config)

@@ -30,8 +30,10 @@ def test_weights_and_cache():
     assert f"{plan.cache_tokens:,} tokens" in plan.describe()
 
 
-def test_captured_cycles_have_tables_and_rows():
-    engine = build_engine(tiny_decoder(), Speculation(tiny_drafter()), CPU, capture=False)
+@pytest.mark.parametrize("unrotated", [(), (1,)])
+def test_captured_cycles_have_tables_and_rows(unrotated):
+    """Layers without positions have a table of their own."""
+    engine = build_engine(tiny_decoder(unrotated=unrotated), Speculation(tiny_drafter()), CPU, capture=False)
     plan, rows = memory_plan(engine), engine.executor.batch
     assert plan.tables == nbytes(*rows.ops.rope_tables, *rows.method.ops.rope_tables)
     assert plan.rows == nbytes(rows.state.rows.tokens, rows.state.rows.stop_bits, rows.state.page_table)
