@@ -29,10 +29,10 @@ def on_cublas() -> Iterator[None]:
     def choose(case: Case) -> tuple[str, tuple[int, ...]]:
         return ("cublas", ()) if case.format == "plain" else choose_kernel(case)
 
-    def order(inputs: int, *others: Any, group_size: int = 1, **options: Any) -> Summation:
-        if group_size == 1:
+    def order(inputs: int, *others: Any, quantised: bool = False, **options: Any) -> Summation:
+        if not quantised:
             return Summation(1, False, -(-inputs // CHUNK) * CHUNK)
-        return summation(inputs, *others, group_size=group_size, **options)
+        return summation(inputs, *others, quantised=True, **options)
 
     with patch.multiple(dispatch, choose_kernel=choose, summation=order, cublas_is_exact=lambda *_: True):
         yield
@@ -105,6 +105,11 @@ STAGED = (
 # outputs, rows, inputs, warps, stages. By the slices of the weight: one, or several.
 ONE_SLICE = (
     (64, 16, 128, 4, 5),
+    (64, 16, 128, 4, 8),
+    (32, 16, 128, 2, 8),
+    (32, 16, 128, 4, 8),
+    (16, 16, 128, 1, 8),
+    (16, 16, 256, 2, 6),
     (64, 16, 128, 4, 3),
     (64, 16, 64, 4, 6),
     (32, 16, 128, 4, 4),
@@ -121,6 +126,8 @@ SEVERAL_SLICES = (
     (16, 16, 128, 4, 4),
     (16, 16, 128, 4, 6),
     (32, 16, 64, 4, 8),
+    (32, 16, 128, 2, 8),
+    (64, 16, 128, 4, 8),
     (64, 16, 64, 4, 6),
     (32, 32, 64, 4, 8),
     (32, 64, 64, 4, 8),

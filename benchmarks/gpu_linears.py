@@ -46,10 +46,10 @@ from gpu_linear_forms import (
 )
 from torch import Tensor
 
-from fledge.kernels.linear import dispatch
+from fledge.kernels.linear import dispatch, tiles
 from fledge.kernels.linear.dispatch import Case, case_of, linear
 from fledge.kernels.linear.reference import Norm
-from fledge.kernels.linear.tiles import Tile, tiled_head
+from fledge.kernels.linear.tiles import PREFETCH_ROWS, Tile, tiled_head
 from fledge.kernels.rms_norm import rms_norm
 from fledge.kernels.sample import PartialArgmax, choose
 
@@ -89,8 +89,11 @@ class Inputs:
 
 
 @contextmanager
-def ways(table: bool = True, forms: dict | None = None, cublas: bool = False) -> Iterator[None]:
-    """How dispatch chooses: with or without its rule for `staged_mma`, by these measured forms, or cuBLAS for all."""
+def ways(
+    table: bool = True, forms: dict | None = None, cublas: bool = False, prefetch_rows: int = PREFETCH_ROWS
+) -> Iterator[None]:
+    """How dispatch chooses: with or without its rule for `staged_mma`, by these measured forms, or cuBLAS for all.
+    `prefetch_rows`: up to which `tiles` requests its first weights early."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(dispatch, "CONFIGS", forms or {}))
         if not table:
@@ -98,6 +101,7 @@ def ways(table: bool = True, forms: dict | None = None, cublas: bool = False) ->
             stack.enter_context(patch.object(dispatch, "TABLE", rules))
         if cublas:
             stack.enter_context(on_cublas())
+        stack.enter_context(patch.object(tiles, "PREFETCH_ROWS", prefetch_rows))
         yield
 
 
@@ -299,9 +303,9 @@ class Chain:
         fastest = by_rules | {line["linear"]: tuple(line["form"]) for line in own if line["form"]}
         times = {"before": self.time(rows, **BEFORE), "rules": self.time(rows), "cublas": self.time(rows, cublas=True)}
 
-        def timed(forms: dict[str, tuple]) -> float:
+        def timed(forms: dict[str, tuple], **way: Any) -> float:
             table = {kinds[name].key: ((1 << 30, kernel, tuple(numbers)),) for name, (kernel, numbers) in forms.items()}
-            return self.time(rows, forms=table)
+            return self.time(rows, forms=table, **way)
 
         times["best alone"] = timed(fastest)
         forms, least = (fastest, times["best alone"]) if times["best alone"] < times["rules"] else (by_rules, times["rules"])
@@ -313,6 +317,8 @@ class Chain:
                     forms, least = forms | {name: form}, found
         for line in own:
             line["form"] = forms[line["linear"]]
+        if rows <= PREFETCH_ROWS:
+            times["best without prefetch"] = timed(forms, prefetch_rows=0)
         return {"model": self.model, "rows": rows} | times | {"best": least}
 
 

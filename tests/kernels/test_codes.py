@@ -90,3 +90,16 @@ def test_tiles_fit_a_card_with_99_kb(size, slices, rows, monkeypatch):
     monkeypatch.setattr(tiles, "shared_memory", lambda device: small)
     kernel = compiled_tiles(monkeypatch, rows, weight, order, capability=89)
     assert kernel.metadata.shared <= small
+
+
+@compiles
+@pytest.mark.parametrize(
+    ("size", "outputs", "slices", "rows"), [(4096, 4096, 1, 1), (14336, 4096, 2, 16), (4096, 28672, 1, 64)]
+)
+def test_first_weights_are_requested_before_the_wait(size, outputs, slices, rows, monkeypatch):
+    """Plain weights of few rows alone: a prefill has other work, and quantised ones are small."""
+    order = Summation(slices, False, size // slices)
+    text = compiled_tiles(monkeypatch, rows, torch.zeros(outputs, size).bfloat16(), order).asm["ptx"]
+    assert text.index("prefetch.global.L2") < text.index("griddepcontrol.wait") < text.index("cp.async")
+    many = compiled_tiles(monkeypatch, 65, torch.zeros(outputs, size).bfloat16(), order).asm["ptx"]
+    assert "prefetch" not in many

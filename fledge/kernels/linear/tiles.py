@@ -22,7 +22,17 @@ from fledge.kernels.linear.slice_sums import finish, finished, in_order, silu_ti
 from fledge.kernels.linear.summation import Summation, inputs_of_a_sum
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import PartialArgmax
-from fledge.kernels.triton_support import INT_MAX, jit, let_next_start, overlap, shared_memory, tl, wait_for_inputs
+from fledge.kernels.triton_support import (
+    COMPILED,
+    INT_MAX,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    overlap,
+    shared_memory,
+    tl,
+    wait_for_inputs,
+)
 
 MANY_ROWS = 512  # from which the slices of a tile come one after the other
 
@@ -48,6 +58,9 @@ LARGE = Tile(128, 128, 64, 8, 4)
 # multiprocessor: few stages. Up to 16,384 outputs they are as many only with a program for each slice.
 CODES = {16: Tile(64, 16, 64, 4, 4), 32: Tile(64, 32, 64, 4, 4), 128: Tile(64, 64, 64, 4, 4)}
 CODES_SPLIT = 16384
+# Rows up to which a program requests its first weights into the L2 cache before it waits for the kernel before it. Each linear
+# of 1.5B and 8B takes 4 to 9 µs more than its bytes do, and the memory is idle while one kernel ends and the next one starts.
+PREFETCH_ROWS = 64
 
 
 def choose_tile(num_rows: int, outputs: int, order: Summation, bits: int, shared_bytes: int) -> tuple[Tile, bool]:
@@ -167,6 +180,7 @@ def _launch(
     after = 1 if split else order.slices // beside
     columns = tile.outputs // (2 if gated else 1)
     grid = (-(-num_rows // tile.rows), -(-outputs // columns), order.slices if split else 1)
+    is_prefetched = bits == 16 and num_rows <= PREFETCH_ROWS
     target = torch.empty((order.slices, num_rows, codes.shape[0]), dtype=torch.float32, device=x_MK.device) if split else out
     _tiles[grid](
         x_MK,
@@ -186,6 +200,7 @@ def _launch(
         BESIDE=beside,
         AFTER=after,
         SPLIT=split,
+        PREFETCH=next_power_of_2(tile.stages) * step if is_prefetched else 0,
         HAS_BIAS=bias_O is not None,
         HAS_RESIDUAL=residual_MO is not None,
         HAS_SCALE=scale_M is not None,
@@ -209,6 +224,16 @@ _DTYPES = {} if tl is None else {torch.bfloat16: tl.bfloat16, torch.float16: tl.
 
 
 @jit
+def prefetch(lines_ptr, start, SIZE: tl.constexpr, INPUTS: tl.constexpr):
+    """Requests 16-bit weights of each line into the L2 cache, INPUTS of them from `start` on."""
+    if COMPILED:
+        k = tl.minimum(start + tl.arange(0, INPUTS // 64) * 64, SIZE - 1)  # one for each 128 bytes
+        places = (lines_ptr[:, None] + k[None, :]).to(tl.int64)
+        request: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+        tl.inline_asm_elementwise(request, "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@jit
 def _tiles(
     x_ptr,
     weight_ptr,
@@ -227,6 +252,7 @@ def _tiles(
     BESIDE: tl.constexpr,
     AFTER: tl.constexpr,
     SPLIT: tl.constexpr,
+    PREFETCH: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
@@ -250,6 +276,9 @@ def _tiles(
     row_inside = row < num_rows
     row64 = row.to(tl.int64)
     first = tl.program_id(2) * SLICE if SPLIT else 0
+    if PDL and PREFETCH:
+        for i in tl.static_range(BESIDE):
+            prefetch(weight_ptr + tl.where(inside, line, 0) * SIZE, first + i * SLICE, SIZE, PREFETCH)
     wait_for_inputs(PDL)
     if BESIDE == 1:
         total = tl.zeros([LINES, ROWS], tl.float32)
