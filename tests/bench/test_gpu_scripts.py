@@ -279,7 +279,7 @@ def test_forms_of_linears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
     assert set(report["other bits, of 255"]["tiny"].values()) == {0}
     assert set(timed) == {1, 4, 20}
     assert [set(line) for line in report["layers"]] == [
-        {"model", "rows", "before", "rules", "cublas", "best alone", "best"}
+        {"model", "rows", "before", "rules", "cublas", "best alone", "best without prefetch", "best"}
     ] * 3
     assert all(line["best"] <= min(line["rules"], line["best alone"]) for line in report["layers"])
 
