@@ -28,9 +28,10 @@ from fledge.kernels.linear.codes import Codes, add_product, scaled, units_of
 from fledge.kernels.linear.slice_sums import silu_times
 from fledge.kernels.linear.tiles import weight_parts
 from fledge.kernels.quantization import GROUP_SIZE, QuantizedWeight
-from fledge.kernels.triton_support import by_device, jit, next_power_of_2, tl
+from fledge.kernels.triton_support import by_device, constant, jit, next_power_of_2, prefetch, tl
 
 TILE_OUTPUTS, TILE_INPUTS = 64, 64
+PREFETCHED = constant(256)  # inputs
 FEW_ROWS, MANY_ROWS = 16, 64  # of an expert at a time
 MAX_SORTED = 4096  # pairs that one program sorts; more are sorted by torch
 
@@ -274,6 +275,10 @@ def _expert_linear(
     step = tl.arange(0, BLOCK_I)
     # All experts' outputs lie below each other.
     line = expert * (OUTPUTS * 2 if GATED else OUTPUTS) + output
+    if CODES.bits == 16:  # what follows waits for the order of the pairs before it asks for weights
+        last = expert * (OUTPUTS * 2 if GATED else OUTPUTS) + OUTPUTS - 1
+        for i in tl.static_range(2 if GATED else 1):
+            prefetch(weight_ptr + (tl.minimum(line, last) + i * OUTPUTS) * INPUTS, 0, INPUTS, PREFETCHED)
     weights_ptr = weight_ptr + line[:, None] * INPUTS + step[None, :]
     for first in range(0, count, BLOCK_R):
         place = first + tl.arange(0, BLOCK_R)

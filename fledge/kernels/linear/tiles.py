@@ -23,12 +23,12 @@ from fledge.kernels.linear.summation import Summation, inputs_of_a_sum
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.sample import PartialArgmax
 from fledge.kernels.triton_support import (
-    COMPILED,
     INT_MAX,
     jit,
     let_next_start,
     next_power_of_2,
     overlap,
+    prefetch,
     shared_memory,
     tl,
     wait_for_inputs,
@@ -221,16 +221,6 @@ def _launch(
 
 
 _DTYPES = {} if tl is None else {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-@jit
-def prefetch(lines_ptr, start, SIZE: tl.constexpr, INPUTS: tl.constexpr):
-    """Requests 16-bit weights of each line into the L2 cache, INPUTS of them from `start` on."""
-    if COMPILED:
-        k = tl.minimum(start + tl.arange(0, INPUTS // 64) * 64, SIZE - 1)  # one for each 128 bytes
-        places = (lines_ptr[:, None] + k[None, :]).to(tl.int64)
-        request: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
-        tl.inline_asm_elementwise(request, "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @jit
