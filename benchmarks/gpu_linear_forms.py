@@ -14,7 +14,7 @@ import torch
 from fledge.kernels.linear import dispatch, tma_tiles
 from fledge.kernels.linear.dispatch import Case
 from fledge.kernels.linear.staged_mma import LaunchConfig, programs_at_once
-from fledge.kernels.linear.summation import CHUNK, Summation
+from fledge.kernels.linear.summation import CHUNK, HEAD, Summation
 from fledge.kernels.linear.tiles import Tile
 from fledge.kernels.triton_support import MEASURED_MULTIPROCESSORS, MEASURED_SHARED_MEMORY
 
@@ -23,11 +23,11 @@ MEASURED = Path(__file__).parents[1] / "fledge/kernels/linear/measured.py"
 
 @contextmanager
 def on_cublas() -> Iterator[None]:
-    """All linears of plain weights on cuBLAS, in whatever order it sums; norms are kernels of their own."""
+    """All linears of plain weights but heads on cuBLAS, in whatever order it sums; norms are kernels of their own."""
     choose_kernel, summation = dispatch.choose_kernel, dispatch.summation
 
     def choose(case: Case) -> tuple[str, tuple[int, ...]]:
-        return ("cublas", ()) if case.format == "plain" else choose_kernel(case)
+        return ("cublas", ()) if case.format == "plain" and case.outputs < HEAD else choose_kernel(case)
 
     def order(inputs: int, *others: Any, quantised: bool = False, **options: Any) -> Summation:
         if not quantised:

@@ -55,9 +55,9 @@ def _pair(high: np.uint32, low: np.uint32) -> np.uint32:
     return np.ascontiguousarray(halves).view(np.uint32)[0]
 
 
-def _less(a: np.uint32, b: np.uint32) -> np.uint32:
-    halves = [torch.tensor(np.array([x], dtype=np.uint32).view(np.int16)).view(torch.bfloat16) for x in (a, b)]
-    return (halves[0] - halves[1]).view(torch.int16).numpy().view(np.uint32)[0]
+def _fma_of_pairs(*pairs: np.uint32) -> np.uint32:
+    a, b, c = (torch.tensor(np.array([x], dtype=np.uint32).view(np.int16)).view(torch.bfloat16).double() for x in pairs)
+    return (a * b + c).bfloat16().view(torch.int16).numpy().view(np.uint32)[0]
 
 
 def _looked_up(a: np.uint32, b: np.uint32, c: np.uint32, table: np.uint32) -> np.uint32:
@@ -79,7 +79,7 @@ _OPERATIONS = {
     "shl.b32": np.left_shift,
     "lop3.b32": _looked_up,
     "mov.b32": lambda x: x,
-    "sub.rn.bf16x2": _less,
+    "fma.rn.bf16x2": _fma_of_pairs,
     "prmt.b32": _permuted,
     "cvt.rn.bf16x2.f32": _pair,
     "cvt.rn.f16x2.e4m3x2": _from_fp8,

@@ -81,6 +81,14 @@ def test_no_tile_changes_the_order(format, size, outputs, gated, rows, monkeypat
 
 
 @compiles
+@pytest.mark.parametrize("format", ["int8", "int4", "int4 with offsets"])
+def test_codes_are_read_on_ampere(format, monkeypatch):
+    order = Summation(4, False, 1024)
+    kernel = compiled_tiles(monkeypatch, 16, some_weight(format, 4096, 4096), order, capability=80)
+    assert {version for version, _ in products(kernel.asm["ttgir"])} == {"2"}
+
+
+@compiles
 @pytest.mark.parametrize("rows", [16, 32, 64, 128, 512])
 @pytest.mark.parametrize(("size", "slices"), [(4096, 1), (4096, 2), (1536, 4)])
 def test_tiles_fit_a_card_with_99_kb(size, slices, rows, monkeypatch):

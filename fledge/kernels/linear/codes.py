@@ -1,7 +1,8 @@
 """Codes of quantised weights (int8, int4, FP8) as bfloat16: exactly, so that scales can be applied to sums (`summation`).
 
 A conversion of integers waits for a slow unit. Instead bits are placed in the mantissa of a float: 0x4300 is the bfloat16 128,
-whose last bit is worth 1, so 0x4300 | n is 128 + n for n below 128, and one subtraction of a pair leaves n.
+whose last bit is worth 1, so 0x4300 | n is 128 + n for n below 128, and one fma of a pair leaves n (subtractions of bfloat16
+came with Hopper).
 
     int8   2.0 instructions a weight     low seven bits in 128, less 128, or less 256 where the sign bit is set
     int4   1.75                          a nibble in 128, less 136 (codes less 8), or less 128 (where there are offsets)
@@ -39,27 +40,32 @@ def units_of(codes: Tensor, bits: int) -> Tensor:
 
 
 def _pairs_of_bytes() -> str:
-    steps = ["prmt.b32 low, $2, 0x43434343, 0x4140; prmt.b32 high, $2, 0x43434343, 0x4342;"]
+    steps = ["mov.b32 minus, 0xBF80BF80; prmt.b32 low, $2, 0x43434343, 0x4140; prmt.b32 high, $2, 0x43434343, 0x4342;"]
     for i, pair in enumerate(("low", "high")):
-        steps.append(f"and.b32 zero, {pair}, 0xFF80FF80; and.b32 {pair}, {pair}, 0xFF7FFF7F; sub.rn.bf16x2 ${i}, {pair}, zero;")
-    return f"{{ .reg .b32 low, high, zero; {' '.join(steps)} }}"
+        steps.append(
+            f"and.b32 zero, {pair}, 0xFF80FF80; and.b32 {pair}, {pair}, 0xFF7FFF7F; fma.rn.bf16x2 ${i}, zero, minus, {pair};"
+        )
+    return f"{{ .reg .b32 low, high, zero, minus; {' '.join(steps)} }}"
 
 
 def _four_nibbles(zero: str) -> str:
-    """`zero`: twice the bfloat16 that is subtracted. The second nibble is moved to where the upper half of a pair starts."""
+    """`zero`: twice the bfloat16 that is added. The second nibble is moved to where the upper half of a pair starts."""
     spread = "cvt.u32.u16 u, $4; shl.b32 low, u, 12; or.b32 high, u, low;"
     pairs = (
         "lop3.b32 low, high, 0x000F000F, 0x43004300, 0xEA; "
         "shr.u32 high, high, 8; lop3.b32 high, high, 0x000F000F, 0x43004300, 0xEA;"
     )
-    less = f"mov.b32 zero, {zero}; sub.rn.bf16x2 low, low, zero; sub.rn.bf16x2 high, high, zero;"
-    return f"{{ .reg .b32 u, low, high, zero; {spread} {pairs} {less} mov.b32 {{$0, $1}}, low; mov.b32 {{$2, $3}}, high; }}"
+    constants = f"mov.b32 zero, {zero}; mov.b32 one, 0x3F803F80;"
+    less = f"{constants} fma.rn.bf16x2 low, low, one, zero; fma.rn.bf16x2 high, high, one, zero;"
+    return (
+        f"{{ .reg .b32 u, low, high, zero, one; {spread} {pairs} {less} mov.b32 {{$0, $1}}, low; mov.b32 {{$2, $3}}, high; }}"
+    )
 
 
 ASSEMBLY = {
     "int8": _pairs_of_bytes(),
-    "int4": _four_nibbles("0x43084308"),
-    "int4 with offsets": _four_nibbles("0x43004300"),
+    "int4": _four_nibbles("0xC308C308"),
+    "int4 with offsets": _four_nibbles("0xC300C300"),
     "fp8": "{ .reg .b16 a, b, c, d; .reg .b32 p, q; .reg .b32 f0, f1, f2, f3; mov.b32 {a, b}, $2; "
     "cvt.rn.f16x2.e4m3x2 p, a; cvt.rn.f16x2.e4m3x2 q, b; mov.b32 {a, b}, p; mov.b32 {c, d}, q; "
     "cvt.f32.f16 f0, a; cvt.f32.f16 f1, b; cvt.f32.f16 f2, c; cvt.f32.f16 f3, d; "
