@@ -117,7 +117,7 @@ class CapturedPrefill(ABC):
 
     def __init__(self, batch: DeviceBatch) -> None:
         self.batch = batch
-        # Run again on the same buffer a pass does the same again, so warming up needs no care.
+        # Recorded over a buffer that stores nothing and initialises the dummy row, so warming up needs no care.
         self.graphs = StepGraphs(self._run, batch.device, capture=batch.graphs.capture, idle=nullcontext)
         self.buffers: dict[tuple[int, ...], Buffer] = {}  # of recorded passes, by their sizes
         self.uses: Counter[tuple] = Counter()
@@ -128,6 +128,9 @@ class CapturedPrefill(ABC):
     def submit(self, shape: tuple[int, ...], arrays: Sequence[np.ndarray], *, may_record: bool = True) -> None:
         """Enqueues a pass: replayed, if its graph is there or is to be recorded now."""
         if may_record and self._is_replayed(shape):
+            if self.graphs.capture and shape not in self.graphs.graphs:
+                # Over nothing: recorded over these arrays, it would count each first token (`count_tokens`) once a run.
+                self.graphs.record_late(shape, self.record)
             self._fill(shape, arrays)
             self.graphs.run(*shape)
         else:
