@@ -254,9 +254,11 @@ def _best_of_block(
                 zeros = lane * 0
                 w0, w1, w2, w3 = tl.philox(seed, block * PER_WORD + lane, zeros + counter, zeros, zeros)
                 x0, x1, x2, x3 = x0 + _gumbel(w0), x1 + _gumbel(w1), x2 + _gumbel(w2), x3 + _gumbel(w3)
-    best01, ids01 = tl.maximum(x0, x1), tl.where(x1 > x0, id1, id0)
-    best23, ids23 = tl.maximum(x2, x3), tl.where(x3 > x2, id3, id2)
-    best, ids = tl.maximum(best01, best23), tl.where(best23 > best01, ids23, ids01)
+    # The larger of NaN and a number is the number, so its id is taken: past the vocabulary's end that is padding's.
+    best01, best23 = tl.maximum(x0, x1), tl.maximum(x2, x3)
+    ids01, ids23 = tl.where(x0 == best01, id0, id1), tl.where(x2 == best23, id2, id3)
+    best = tl.maximum(best01, best23)
+    ids = tl.where(best01 == best, ids01, ids23)
     top = tl.max(best, axis=0)
     tl.store(best_ptr + row * BLOCKS + block, top)
     tl.store(best_ids_ptr + row * BLOCKS + block, tl.min(tl.where(best == top, ids, INT_MAX), axis=0))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import torch
 from fledge.engine.executors import prefill as prompt_pass
 from fledge.engine.executors.batch_state import GREEDY
 from fledge.engine.executors.prefill import PROMPTS, TOKENS, PrefillBatch
+from fledge.kernels.adjustments import RowOptions
 from tests.engine.test_device_batch import device_batch, entries, prompts
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
@@ -94,6 +97,27 @@ def test_a_size_is_recorded_when_it_comes_again():
     for expected in (0, 1, 1):
         batch.prefill(entries(batch, [[1, 2, 3]]))
         assert len(batch.prefills.buffers) == expected
+
+
+def test_recording_beside_requests_counts_no_first_token_twice():
+    """Before a graph is replayed its pass runs a few times, to warm up and to be timed."""
+    batch = device_batch(tiny_decoder(), None, 8)
+    passes = batch.prefills
+
+    def record(shapes) -> None:
+        for shape in shapes:
+            for _ in range(3):
+                passes._run(*shape)
+            passes.graphs.graphs[shape] = SimpleNamespace(replay=partial(passes._run, *shape))
+
+    passes.pads = passes.graphs.capture = True
+    passes.graphs.record = record
+    [init] = entries(batch, [[1, 2, 3]])
+    init.options = RowOptions(init.row, init.text, frequency=0.5)
+    for is_recorded in (False, True, True):
+        batch.prefill([init])
+        assert bool(passes.graphs.graphs) == is_recorded
+        assert batch.state.adjustments.counts_RV[init.row].sum() == 1
 
 
 def test_beside_a_servers_requests_a_size_that_comes_again_is_only_noted(monkeypatch, caplog):

@@ -117,7 +117,7 @@ class CapturedPrefill(ABC):
 
     def __init__(self, batch: DeviceBatch) -> None:
         self.batch = batch
-        # A pass is idempotent on the same buffer, so warm-up runs need no special context.
+        # Graphs are recorded over an empty buffer that initialises only the dummy row, so warm-up runs need no special context.
         self.graphs = StepGraphs(self._run, batch.device, capture=batch.graphs.capture, idle=nullcontext)
         self.buffers: dict[tuple[int, ...], Buffer] = {}  # inputs of recorded passes, by their sizes
         self.uses: Counter[tuple] = Counter()
@@ -128,6 +128,9 @@ class CapturedPrefill(ABC):
     def submit(self, shape: tuple[int, ...], arrays: Sequence[np.ndarray], *, may_record: bool = True) -> None:
         """Enqueues a pass: by graph if one is recorded or is to be recorded now, else eagerly."""
         if may_record and self._is_replayed(shape):
+            if self.graphs.capture and shape not in self.graphs.graphs:
+                # Over an empty buffer: each warm-up run over these arrays would count the first tokens again (`count_tokens`).
+                self.graphs.record_late(shape, self.record)
             self._fill(shape, arrays)
             self.graphs.run(*shape)
         else:
