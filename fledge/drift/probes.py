@@ -65,7 +65,7 @@ def cosine(a_ND: Tensor, b_ND: Tensor) -> Tensor:
 
 
 def slope(values: Sequence[float | None]) -> float:
-    """Returns the least-squares slope per step of the values of steps 1, 2, …; None values (no row got that far) are skipped."""
+    """Returns the least-squares slope per step of the values of steps 1, 2, …; skips None values (no row got that far)."""
     points = [(step, value) for step, value in enumerate(values) if value is not None]
     return linear_regression(*zip(*points, strict=True)).slope if len(points) >= 2 else 0.0
 
