@@ -57,7 +57,7 @@ def test_training_data_without_the_evaluation(tmp_path):
     data = file_of(tmp_path / "data.jsonl", *chats)
     samples, report = load_samples(data, chat_tokenizer(), decontaminate=[evaluation], cache_dir=tmp_path / "cache")
     assert (len(samples), report.contaminated, report.conversations) == (2, 1, 3)
-    assert "1 left out for text of the evaluation" in str(report)
+    assert "1 left out for overlap with the evaluation" in str(report)
     everything, _ = load_samples(data, chat_tokenizer(), cache_dir=tmp_path / "cache")
     assert len(everything) == 3  # the cache knows the difference
     again, report = load_samples(data, chat_tokenizer(), decontaminate=[evaluation], cache_dir=tmp_path / "cache")

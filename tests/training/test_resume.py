@@ -181,7 +181,7 @@ def test_a_run_goes_on_longer_and_says_what_is_new(finished, toy_folder, tmp_pat
         toy_folder, tmp_path, run={"steps": 7}, evaluation={"max_new_tokens": 5}, optimizer={"learning_rate": 1e-4}
     )
     assert train(longer).step == 7
-    assert "from here on: optimizer.learning_rate was 0.001, now 0.0001" in capfd.readouterr().err
+    assert "changed setting: optimizer.learning_rate was 0.001, now 0.0001" in capfd.readouterr().err
 
 
 def test_other_data_of_the_same_size_is_refused(finished, toy_folder, tmp_path):
