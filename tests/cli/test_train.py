@@ -28,7 +28,7 @@ def recipe(tmp_path: Path) -> Path:
     ("override", "line"),
     [
         ("optimizer.max_grad_norm=-1", "optimizer.max_grad_norm must be greater than 0, not -1"),
-        ("run.device=foo", "run.device: 'foo' is none of auto, cpu, cuda"),
+        ("run.device=foo", "run.device: 'foo' must be auto, cpu, cuda"),
         ("data.cache=/proc/fledge", "data.cache: nothing can be written to /proc/fledge"),
         ("run.hidden_states_folder=/proc/fledge", "run.hidden_states_folder: nothing can be written to /proc/fledge"),
         ("output={here}/recipe.yaml/out", "output: nothing can be written to {here}/recipe.yaml/out (Not a directory)"),

@@ -159,7 +159,7 @@ def test_what_arms_cannot_differ_in_is_refused_by_name(recipe, arm, said):
 
 
 def test_names_are_used_once_and_patience_is_refused(recipe):
-    with pytest.raises(RecipeError, match="eagle3 is there twice"):
+    with pytest.raises(RecipeError, match="eagle3 is given twice"):
         arm_recipes(recipe, [TEXTS[0], TEXTS[0]])
     with pytest.raises(RecipeError, match=r"run\.patience"):
         arm_recipes(replace(recipe, run=replace(recipe.run, patience=2)), TEXTS)

@@ -165,7 +165,7 @@ def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, mon
     assert sorted(ids[0]) == sorted(ids[1]) == sorted(map(str, range(40)))
     log = (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
     again = make("toy", tmp_path / "out", hours=0.02, prompts=prompts, device="cpu", twin=True, log=told.append)
-    assert "the training is done, in the 0.008 hours that it was given" in "".join(told)
+    assert "the training is already complete, with a time limit of 0.008 hours" in "".join(told)
     with pytest.raises(UserError, match="was started with decontaminate None"):
         make("toy", tmp_path / "out", prompts=prompts, device="cpu", twin=True, decontaminate=[prompts], log=told.append)
     assert again.acceptance_length == made.acceptance_length  # killed in the checks: it is not trained again

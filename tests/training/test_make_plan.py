@@ -176,5 +176,5 @@ def test_long_prompts_have_longer_rows_and_are_evaluated_on(tmp_path, on_h200):
 
 def test_models_that_always_think_are_described_so():
     plan = plan_for(chat_tokenizer(ALWAYS_THINKING), max_positions=2048)
-    assert "with their thoughts, which the template does not switch off" in plan.describe()
+    assert "with thinking, which the template cannot switch off" in plan.describe()
     assert plan.max_answer_tokens > plan_for(max_positions=2048).max_answer_tokens

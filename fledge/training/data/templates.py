@@ -90,7 +90,7 @@ def _chance(meaning: str) -> Probability:
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Augmentation:
-    """Chooses how conversations are rendered; the same choice for the same seed and index."""
+    """Shares of conversations that are rendered in other ways; the choice depends only on the seed and the index."""
 
     template_probability: Probability = _chance("another chat template")
     no_template_probability: Probability = _chance("no template: the bare text")
