@@ -83,5 +83,5 @@ def test_prompts_of_the_evaluation_are_not_answered(tmp_path):
 
 
 def test_a_file_without_prompts_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"eval.jsonl, line 1: none of"):
+    with pytest.raises(DataError, match=r"eval.jsonl, line 1: needs"):
         Decontamination.of_files([file_of(tmp_path / "eval.jsonl", {"text": "no prompt"})])

@@ -114,7 +114,7 @@ def test_overrides_are_dotted_yaml(tmp_path):
         ("drafter.version=4", "drafter.version must be '3' or '3.1', not '4'"),
         ("drafter.window=4", "drafter.window must be larger"),
         ("drafter.attention=linear", "drafter.attention must be 'gqa' or 'mla', not 'linear'"),
-        ("drafter.mla.kv_lora_rank=64", "set drafter.attention: mla too"),
+        ("drafter.mla.kv_lora_rank=64", "it also needs drafter.attention: mla"),
         ("drafter.mla.kv_lora_rang=64", "unknown key drafter.mla.kv_lora_rang; did you mean drafter.mla.kv_lora_rank"),
         ("drafter={attention: mla, qk_norm: true}", "drafter.qk_norm goes with drafter.attention: gqa"),
         ("evaluation.select_depth=4", "select_depth 4 is not among"),
