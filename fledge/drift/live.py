@@ -1,12 +1,11 @@
 """Probes on a running engine, for its drift guard and its metrics. They sample a few drafts and leave all others unchanged.
 
-`LiveProbe` measures every n-th draft of a speculator while it drafts. `RowProbe` is for captured cycles: it repeats the draft
-of one row, outside the CUDA graph, once every few hundred launches. The repeated draft is launched just before the cycle and
-reads what the cycle will read: the row's state, its pages, and the lengths on the device. It writes the keys of drafted tokens
-to the places that the cycle is about to fill with the same keys; no other row reads them. The figures are copied to the host
-asynchronously. The repeated draft is greedy at any request temperature, since greedy and sampled drafts start from the same
-states. A draft's first token comes from the state that the sync pass of the previous cycle left, and the attention of that
-pass is not visible here: for step 0 only the size of the state is reported.
+`LiveProbe` measures every n-th draft of a speculator while it drafts. `RowProbe` is for captured cycles: once every few hundred
+launches it repeats the draft of one row, outside the CUDA graph and just before the cycle. It reads what the cycle will read:
+the row's state, its pages, and the lengths on the device. It writes the keys of drafted tokens where the cycle is about to
+write the same keys; no other row reads them. Figures are copied to the host asynchronously. The repeated draft is greedy at any
+temperature, since greedy and sampled drafts start from the same states. A draft's first token comes from the state left by the
+previous cycle's sync pass, whose attention is not visible here: for step 0 only the size of the state is reported.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ Listener = Callable[[DraftedRequest, Figures], None]
 class LiveProbe:
     """Running means by draft step over the probed drafts, since the start or the last `reset`.
 
-    A sample costs one more product of queries and keys per step, for the drafting rows. Only draft chains are probed: a draft
-    tree has more than one drafting row per request.
+    A sample costs one more product of queries and keys per step. Only chains are probed: a tree has no single drafting row.
     """
 
     def __init__(

@@ -20,10 +20,9 @@ from fledge.speculation.stats import AcceptanceStats
 
 
 def walk(matched: Sequence[int], depth: int) -> AcceptanceStats:
-    """Returns the statistics of a greedy speculative run over one text.
+    """Returns the statistics of a greedy run. `matched[i]`: how many drafts from row i are the target's next tokens.
 
-    `matched[i]`: how many drafts from row i are the target's next tokens. A step accepts up to `depth` of them and adds the
-    target's own next token; the answer ends where the rows end.
+    A step accepts up to `depth` of them and adds the target's own next token; the answer ends where the rows end.
     """
     stats, at = AcceptanceStats(), 0
     while at < len(matched):
@@ -287,8 +286,7 @@ def drift_summary(figures: dict[str, Any], step: int = 8) -> dict[str, Any]:
 
 
 def fused_parts(drafter: EagleDrafter, taps: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Returns the fc output and each tapped layer's part of it. The sizes of the taps alone do not show these parts, because
-    trained weights scale them."""
+    """Returns the fc output and each tapped layer's part of it, which weights scale: the taps' sizes do not show the parts."""
     entered: list[Tensor] = []
     watching = drafter.fc.register_forward_pre_hook(lambda _, given: entered.append(given[0]))
     try:
@@ -304,8 +302,7 @@ def fused_parts(drafter: EagleDrafter, taps: Sequence[Tensor]) -> dict[str, Tens
 
 
 class TargetAccumulator:
-    """Sizes of the drafter's inputs from the target: each captured state, the fc output and its parts. Separate for tokens at
-    the sink, in the prompt and in the answer."""
+    """Sizes of the drafter's inputs (captured states, fc output and its parts) at the sink, in the prompt, in the answer."""
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self.drafter = drafter

@@ -132,8 +132,7 @@ def find_sink(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Sink:
 
 
 def _watching(layers: list[Tensor], column: Tensor, asking: Tensor, shortest: int) -> Attend:
-    """Returns an `attend` that is causal and appends to `layers` each layer's attention shares: of the rows `asking`, on the
-    first `shortest` columns."""
+    """Returns a causal `attend` that appends each layer's shares of attention, of rows `asking` on the first columns."""
 
     def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
         seen = column <= asking[:, None]
@@ -168,8 +167,7 @@ def attend_rows(
     window: int | None,
     step: int,
 ) -> Tensor:
-    """Returns the attention output of all rows. A row sees its own keys, and its text up to its own column; with a window, as
-    far back as the window reaches from position row + `step`."""
+    """Attention of all rows: to own keys, and to the text up to the row's column (with a window: from row + `step` back)."""
     is_row = batch.is_row_BR
     num_rows_B = batch.num_rows_B
     seen_B = batch.prompt_length_B - 1 + num_rows_B  # columns that the last row of a text sees

@@ -115,8 +115,7 @@ def _ratios(
 
 
 def without_heads(figures: dict[str, Any]) -> dict[str, Any]:
-    """Removes the figures per head: they are kept only for the probes over all prompts, since for every condition they would
-    be most of the report."""
+    """Removes the figures per head, which would be most of the report; only the probes over all prompts keep them."""
     return {name: value for name, value in figures.items() if not name.endswith("_by_head")}
 
 
@@ -182,8 +181,7 @@ def retention(condition: dict[str, Any], name: str, depth: int) -> Retention:
 
 
 def share_change(probes: dict[str, Any], name: str) -> tuple[float, float, float]:
-    """Returns a share at step 1, at the drift step, and the change relative to step 1, since a small share can only move a
-    little in absolute terms."""
+    """Returns a share at step 1, at the drift step, and the relative change, since a small share can only move a little."""
     first, last = probes[name][0], probes[name][probes["drift_step"] - 1]
     return first, last, last / first - 1 if first else 0.0
 

@@ -191,8 +191,7 @@ def lengths(
     longest: int,
     source: str,
 ) -> Suite:
-    """Builds the context-length suite. `longest`: most tokens of a prompt; if it lies well between two sizes, it is measured
-    as well."""
+    """Builds the context-length suite. `longest`: most tokens of a prompt; also a size if well above the last one that fits."""
     fitting = [size for size in sizes if size <= longest]
     if len(fitting) < len(sizes) and sizes[0] <= longest and longest > 1.2 * fitting[-1]:
         fitting.append(longest)

@@ -1,5 +1,4 @@
-"""The gate decides whether a candidate may be served. Candidate and serving drafter draft the same texts; the candidate must be
-better on recent traffic beyond noise, and no worse on the fixed set.
+"""The gate: on the same texts, a candidate must beat the serving drafter on recent traffic, and lose nothing on the fixed set.
 
 The roll-back check compares live acceptance after a swap with that before it, within each domain cluster. No single client can
 cause a roll-back once the others have four requests in a domain before and after the swap.
@@ -65,8 +64,7 @@ def judge(
     fixed_after: Sequence[Count] = (),
     clients: Sequence[str] = (),
 ) -> Decision:
-    """Decides on a candidate. `before`, `after`: counts of the serving drafter and the candidate on the same recent texts;
-    `domains`, `clients`: of these texts."""
+    """Compares a candidate's counts (`after`) with the serving drafter's (`before`); `domains`, `clients`: of the texts."""
     ratio = length_ratio(after, before)
     error = ratio.error if ratio.error is not None else math.inf
     figures: dict[str, Any] = {

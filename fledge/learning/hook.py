@@ -132,8 +132,7 @@ class Learning:
             self.budget.rest()
 
     def idle(self, *, is_quiet: bool = True) -> bool:
-        """Runs some micro-steps. Returns False if there is nothing to do until more requests have been served or, if `is_quiet`
-        is False, until the server is quiet."""
+        """Runs micro-steps. Returns False if none can run until more requests are served or, if not quiet, until it is."""
         if self.budget.is_serving:
             self.budget.rest()
         self._expire()
@@ -186,8 +185,7 @@ class Learning:
     # Work
 
     def _work(self, goes_on: Callable[[], bool]) -> bool:
-        """Runs micro-steps while they fit into a slice and `goes_on()` is true, at least one. Returns whether there is more to
-        do."""
+        """Runs one micro-step, and more while they fit a slice and `goes_on()` is true; returns whether there is more to do."""
         if self.stopped is not None or not self._has_work:
             return False
         spent = 0.0

@@ -71,8 +71,7 @@ class Spent:
 
 
 class Budget:
-    """The time budget of learning: serving time earns credit, work runs while there is credit, and its time is subtracted, so
-    that the share holds however long the work takes."""
+    """The time budget of learning: serving time earns credit, and work spends it, so that the share holds for any work."""
 
     def __init__(self, percent: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.share, self.clock = percent / 100, clock

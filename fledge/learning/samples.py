@@ -56,8 +56,7 @@ class Sample:
         return len(self.tokens) if self.max_states is None else min(len(self.tokens), self.max_states)
 
     def keep(self, text: TargetText, num_skipped: int = 0) -> None:
-        """Stores the hidden states of `text`, from which `num_skipped` tokens after the first are already missing; removes more
-        of them if the text is longer than `max_states`."""
+        """Stores the states of `text`, which already lacks `num_skipped` tokens after the first; cuts it to `max_states`."""
         cut = max(0, len(text.tokens_T) - (self.max_states or len(text.tokens_T)))
         if cut:
             # The first token is the attention sink; without it a drafter would not draft as it does in serving.
@@ -184,8 +183,7 @@ class SampleRing:
         self.expires_at = math.inf
 
     def _evict(self) -> None:
-        """Evicts the sample with the lowest priority of a few: from the client with the most tokens if it is above its share,
-        otherwise from a random client, weighted by tokens."""
+        """Evicts the lowest priority of a few samples: of the largest client if above its share, else of a random client."""
         heaviest, tokens = self.tokens_of.most_common(1)[0]
         over = len(self.by_client) > 1 and tokens > CLIENT_SHARE * self.max_tokens
         client = heaviest if over else self._random.choices(list(self.tokens_of), list(self.tokens_of.values()))[0]
@@ -203,8 +201,7 @@ class SampleRing:
             del self.by_client[sample.client], self.tokens_of[sample.client]
 
     def _shrink_held_out(self) -> None:
-        """Drops the oldest held-out texts until they fit, first from the client that is most above its share of texts or
-        tokens."""
+        """Drops the oldest held-out texts until they fit, first those of a client above its share of texts or tokens."""
         while True:
             texts: Counter[str] = Counter()
             tokens: Counter[str] = Counter()

@@ -183,8 +183,7 @@ class StagedWeights:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Copies the weights into the served network. On a GPU the copies are enqueued after all launched work; on a CPU they
-        are done when this returns."""
+        """Copies the weights into the served network; on a GPU the copies are enqueued after all launched work."""
         for place, value in self.copies:
             place.copy_(value)
         for module, fresh in self.packed:

@@ -54,10 +54,9 @@ def build_learning_engine(
     capture: bool | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
-    """Builds an engine (`build_engine`) with a `Learning` hook.
+    """Builds an engine (`build_engine`) with a `Learning` hook. `clock`: measures the budget and the rate of samples.
 
     `fixed_prompts`: prompts of the fixed set; None: those of `learn.replay`, or the built-in ones.
-    `clock`: measures the budget and the rate of samples.
     """
     device = resolve_device(config.device)
     learn = learn.resolve(device)

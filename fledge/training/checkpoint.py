@@ -65,8 +65,7 @@ def load_checkpoint(path: Path, *, lazily: bool = False) -> dict[str, Any]:
         ) from None
 
 
-# Settings that may change on resume: length, logging and evaluation intervals, paths, and ways to save memory that do not
-# change the numbers.
+# Settings that may change on resume: length, intervals, paths, and ways to save memory that give the same numbers.
 _FREE = {
     *("output", "evaluation"),
     *("run.steps", "run.epochs", "run.max_seconds", "run.patience", "run.log_every", "run.save_every", "run.evaluate_every"),

@@ -236,8 +236,7 @@ def start_drafter(
     log: Log,
     source: EagleDrafter | None,
 ) -> None:
-    """Initializes a drafter's weights. `tokens`: some of the data, on which the size of the target's states is measured.
-    `source`: the drafter of `init_from`."""
+    """Initializes a drafter. `tokens`: data on which the target's states are measured. `source`: the drafter of `init_from`."""
     head, embedding = target.head, target.embedding
     sample = [int(token) for token in tokens]
     (text,) = HeldOut.of(target, [sample], [1], head.weight.device).texts

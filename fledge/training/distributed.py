@@ -132,8 +132,7 @@ class DistributedContext:
 
     @contextmanager
     def agree_on_memory(self) -> Iterator[None]:
-        """Raises an out-of-memory error of one process on all, so that none waits for a process that has left. The block must
-        not contain collectives."""
+        """Raises an out-of-memory error of one process on all, so that none waits for it. No collectives inside the block."""
         problem = ""
         try:
             yield

@@ -265,9 +265,8 @@ def _multiplier(norm: nn.Module) -> Tensor:
 
 
 def _leave_normed_outputs(weights: dict[str, Tensor], layer: nn.Module) -> None:
-    """Removes o_proj and down_proj of layers that norm the outputs of attention and MLP (Gemma 2, OLMo 2, GLM 4), since their
-    scale is meaningless without that norm. In some of them, `post_attention_layernorm` is the norm after attention; then the
-    norm before the MLP, which has that name in Llama, is `pre_feedforward_layernorm`."""
+    """Removes o_proj and down_proj of layers that norm their outputs (Gemma 2, OLMo 2, GLM 4): their scale needs that norm. If
+    the norm before the MLP is called `pre_feedforward_layernorm`, it gets Llama's name, `post_attention_layernorm`."""
     if hasattr(layer, "post_feedforward_layernorm"):
         weights.pop("post_attention_layernorm.weight", None)
         if "pre_feedforward_layernorm.weight" in weights:

@@ -117,8 +117,7 @@ def _numbers(value: Any) -> list[tuple[str, float]]:
 
 
 def draw_curves(log: Path, picture: Path) -> None:
-    """Plots loss, accuracy, acceptance length and drift from a run's log. Without matplotlib it only prints a note, so that
-    the run does not fail."""
+    """Plots loss, accuracy, acceptance length and drift from a run's log; without matplotlib, only prints a note."""
     try:
         import matplotlib
     except ImportError:

@@ -191,8 +191,7 @@ class MakePlan:
 
     @property
     def answer_parts(self) -> tuple[AnswerPart, ...]:
-        """The kinds of answers, greedy ones first. If a file's prompts are used up, they are answered again with sampling, then
-        the target writes more prompts."""
+        """The kinds of answers. After a file's greedy answers come sampled ones, then answers to self-written prompts."""
         if self.prompts is None:
             greedy = AnswerPart("answers.jsonl", self_written=True, temperature=0.0, seed=0, until=0.5)
             return greedy, AnswerPart("answers-sampled.jsonl", self_written=True, temperature=SAMPLED, seed=1)

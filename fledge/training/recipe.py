@@ -384,7 +384,7 @@ def arm_recipes(recipe: Recipe, arms: Sequence[str]) -> list[Recipe]:
     for text in arms:
         name, equals, keys = text.partition("=")
         if not equals or not name or Path(name).name != name:
-            raise RecipeError(f"--arms {text!r}: write NAME=KEY=VALUE, as in eagle3=drafter.version=3")
+            raise RecipeError(f"--arms {text!r}: write NAME=KEY=VALUE with a plain NAME, as in eagle3=drafter.version=3")
         if name in recipes:
             raise RecipeError(f"--arms: {name} is given twice")
         recipes[name] = with_overrides(recipe, shlex.split(keys))

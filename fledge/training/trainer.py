@@ -258,8 +258,7 @@ class Trainer:
         self._recent.append((self.step, step_input))
 
     def _agree_on_memory(self) -> AbstractContextManager[None]:
-        """Returns `dist.agree_on_memory`, except for a sharded target: its passes contain collectives in which the others
-        already wait, so a process that runs out of memory ends."""
+        """`dist.agree_on_memory`, except for a sharded target: the others wait in its collectives, so the process must end."""
         return nullcontext() if self.recipe.run.shard_target else self.dist.agree_on_memory()
 
     def _backward(self, batch: TrainBatch, counts: Tensor, measure: bool) -> None:

@@ -113,7 +113,7 @@ def test_mistakes_are_named(endpoint, model):
         connect(endpoint, model, url="localhost:8000")
     with pytest.raises(EndpointError, match=r"refused|not JSON"):
         connect(endpoint, model, url=endpoint.url.replace("/v1", ""))
-    with pytest.raises(EndpointError, match="returns 4 states of size 32 per token, but the recipe needs 3 of size 32, after layers"):
+    with pytest.raises(EndpointError, match="4 states of size 32 per token, but the recipe needs 3 of size 32, after layers"):
         connect(endpoint, model, taps=(0, 2))
     with pytest.raises(EndpointError, match=r"takes at most 511 tokens.*--max-model-len 2049"):
         connect(endpoint, model).require_length(2048)

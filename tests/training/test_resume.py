@@ -233,5 +233,5 @@ def test_a_checkpoint_becomes_a_drafter(finished, tmp_path, monkeypatch, capsys,
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     torch.save({"weights": 1}, tmp_path / "other.pt")
-    with pytest.raises(UserError, match="no checkpoint of fledge train"):
+    with pytest.raises(UserError, match="not a checkpoint of fledge train"):
         export_checkpoint(tmp_path / "other.pt", tmp_path / "out")

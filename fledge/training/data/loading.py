@@ -336,8 +336,7 @@ def _num_processes(paths: Sequence[Path], limit: int | None) -> int:
 
 
 def _in_processes(work: SampleWork, blocks: Iterable[Block], count: int) -> tuple[SampleSet, DataReport]:
-    """Makes the samples in worker processes. Results are collected in order, so sums and the first error are those of one
-    process."""
+    """Makes the samples in worker processes, collected in order, so that sums and the first error are those of one process."""
     parts, report = [], DataReport()
     pending: deque[Future[tuple[SampleSet, DataReport]]] = deque()
     workers = Processes(work, count, ahead=2 * count)
@@ -366,8 +365,7 @@ def _in_processes(work: SampleWork, blocks: Iterable[Block], count: int) -> tupl
 
 
 def _samples_of(workers: Processes, block: Block, first_index: Future, next_index: Future) -> tuple[SampleSet, DataReport]:
-    """Makes a block's samples, in a worker's thread. It waits for the blocks before it; these were started earlier, so there
-    is no deadlock."""
+    """Makes a block's samples in a worker's thread. No deadlock: the blocks that it waits for were started before it."""
     try:
         num_conversations = workers.call("read", block)
         first = first_index.result()

@@ -18,7 +18,7 @@ from fledge.training.targets.states_client import FILE_S, EndpointError, StatesC
 from fledge.training.targets.target import Document, Head, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch
 
-# Largest difference of a log-probability between the server (bf16, other kernels) and ours. With a wrong layer it is whole units.
+# Largest log-probability difference between the server (bf16, other kernels) and ours. With a wrong layer it is whole units.
 LARGEST_DIFFERENCE = 0.3
 
 
