@@ -82,7 +82,7 @@ FOREIGN: dict[str, ForeignTemplate] = {
 }  # fmt: skip
 
 TEMPLATE_NAMES = ("own", "no template", "no BOS", *FOREIGN)
-# Templates of a quick run: without two that hardly differ, for a model trained on ChatML or transcripts, from what it knows.
+# Templates of a quick run: without two that are hardly new to a model trained on ChatML or transcripts.
 QUICK_TEMPLATES = tuple(name for name in TEMPLATE_NAMES if name not in ("ChatML", "Vicuna"))
 # Names, in training's augmentation, of the templates that it renders the same way except for a preamble or white space. All
 # other templates are new to every drafter: the transcript in training uses other words.

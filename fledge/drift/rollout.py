@@ -55,7 +55,7 @@ class Rollout:
 
     @property
     def matched_M(self) -> list[int]:
-        """How many drafts from each row are the target's next tokens (greedy)."""
+        """The number of drafts from each row that are the target's next tokens (greedy)."""
         return self.accept_prob_MJ.long().cumprod(1).sum(1).tolist()
 
 

@@ -164,7 +164,7 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Origin:
-    """Which target and drafter a learn folder belongs to: hashes of parts of their weights, kept with generation 0."""
+    """The target and drafter to which a learn folder belongs: hashes of parts of their weights, stored with generation 0."""
 
     target: str
     drafter: str | None  # None: none was named

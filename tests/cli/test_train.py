@@ -68,5 +68,5 @@ def test_other_errors_of_the_system_are_bugs_and_show_themselves(monkeypatch, ca
 def test_every_key_of_a_recipe_is_printed(monkeypatch, capsys):
     code, out, _ = fledge(monkeypatch, capsys, "train", "--help-recipe")
     assert code == 0
-    assert "  global_batch_size: null  # rows of an optimiser step over all GPUs" in out
+    assert "  global_batch_size: null  # rows of an optimizer step over all GPUs" in out
     assert "  max_grad_norm: 0.5  # " in out
