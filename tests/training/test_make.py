@@ -114,7 +114,7 @@ def test_an_architecture_that_fledge_does_not_run_is_refused_before_the_plan(tmp
     (tmp_path / "target" / "config.json").write_text(json.dumps(config))
     toy.save_tokenizer(tmp_path / "target")
     logged: list[str] = []
-    with pytest.raises(UserError, match=r"does not run its architecture \(OlmoForCausalLM\).*--endpoint"):
+    with pytest.raises(UserError, match=r"does not support its architecture \(OlmoForCausalLM\).*--endpoint"):
         make(str(tmp_path / "target"), tmp_path / "out", device="cpu", log=logged.append)
     assert not logged
     assert not (tmp_path / "out").exists()
