@@ -1,7 +1,7 @@
-"""The drift lab: every drafter over every suite, from one answer of the target per prompt.
+"""The drift lab: measures every drafter on every suite. The target answers each prompt once; all drafters share the answers.
 
-prompts of all suites -> the target's answers (batched, once) -> texts of like length together: one target pass, one rollout
-per drafter
+prompts of all suites -> the target's answers (batched, once) -> for each group of texts of similar length: one target pass and
+one rollout per drafter
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fledge.models.decoder import Decoder
 from fledge.tokenizer import Tokenizer
 
 TABLE_DEPTHS = (1, 3, 5, 7, 10, 16)
-SHORTEST_ANSWER = 3  # tokens: the first is the target's own, and the last cannot be drafted from
+SHORTEST_ANSWER = 3  # tokens: the first comes from the target itself, and no draft can start from the last
 SINK_TEXTS = 8
-# Tokens of texts that are read, and drafted over, together. A CPU gains nothing from more.
+# Tokens of the texts that go through the target and the drafters as one batch. A CPU gains nothing from larger batches.
 TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 1 << 16}
 ANSWERS_AT_ONCE = {"cpu": 32, "cuda": 256}
 
@@ -68,7 +68,7 @@ class Lab:
         self.probe_depths = sorted({*self.depths, *range(1, settings.probe_depth + 1)})
 
     def plan(self, items: Sequence[Item], documents: Path | None) -> list[Suite]:
-        """The first suite is the one whose texts are probed to the full depth, disturbed and sampled."""
+        """Builds the suites. Texts of the first one are also probed to the full depth, drafted with noise, and sampled."""
         settings, tokenizer = self.settings, self.tokenizer
         items = [replace(item, id=f"{number}: {item.id}") for number, item in enumerate(items, 1)]  # ids may repeat
         texts, source = load_documents(documents)
@@ -131,7 +131,7 @@ class Lab:
     def _over(
         self, prompts: list[TokenIds], temperature: float, use: Callable[[list[TokenIds], list[TargetText]], None]
     ) -> None:
-        """The target's pass over its answers, texts of like length together."""
+        """Runs the target over prompts and answers, in groups of texts of similar length, and calls `use` with each group."""
         answers = dict(zip(prompts, self.answer(prompts, temperature), strict=True))
         prompts = [prompt for prompt in prompts if len(answers[prompt]) >= SHORTEST_ANSWER]
         room, done = TOKENS_AT_ONCE[torch.device(self.config.device).type], 0
@@ -159,10 +159,10 @@ class Lab:
 
 
 class Accumulators:
-    """All figures of a run: by drafter, suite and condition; of all prompts; under noise; sampled."""
+    """All figures of a run: by drafter, suite and condition; over all prompts; with noise; with sampling."""
 
     def __init__(self, lab: Lab, sink: int) -> None:
-        """`sink`: the column that attention rests on."""
+        """`sink`: the column of the attention sink."""
         self.lab, self.sink, settings = lab, sink, lab.settings
         names = [subject.name for subject in lab.subjects]
         self.by_place: dict[tuple[str, str, str], MetricAccumulator] = {}
@@ -181,7 +181,7 @@ class Accumulators:
         lab, settings = self.lab, self.lab.settings
         looping = [is_looping(text.tokens_T[text.answer_start :].tolist()) for text in texts]
         chosen = [index for index, prompt in enumerate(prompts) if prompt in probed]
-        # Texts that are probed go deeper than the others; where nothing is probed, attention need not be held to be looked at.
+        # Probed texts are drafted deeper than the others. Without probes the attention probabilities need not be materialised.
         parts = ((chosen, lab.probe_depths), ([i for i in range(len(prompts)) if i not in set(chosen)], lab.depths))
         for subject in lab.subjects:
             mine = [self._seen_by(subject, text) for text in texts]
@@ -218,11 +218,11 @@ class Accumulators:
                 self.hot[subject.name, temperature].add(probed[prompt], figures, looping)
 
     def _seen_by(self, subject: DrafterUnderTest, text: TargetText) -> TargetText:
-        """With the layers that this drafter taps, of all that any does."""
+        """Returns `text` with only the layers that this drafter taps; the target pass captured those of all drafters."""
         return replace(text, taps=[text.taps[self.lab.taps.index(i)] for i in subject.network.config.aux_layer_ids])
 
     def of_all_prompts(self) -> list[dict[str, Any]]:
-        """The suites that need no prompts of their own: noise, depth, temperature."""
+        """Returns the suites that need no prompts of their own: noise, depth, temperature."""
         lab, settings = self.lab, self.lab.settings
         names = [subject.name for subject in lab.subjects]
 
@@ -268,7 +268,7 @@ def run_lab(
     max_model_len: int = 0,
     on_progress: progress.Report = progress.silent,
 ) -> dict[str, Any]:
-    """`drafters`: folders or names, each as it is or as `label=folder`."""
+    """Runs all suites and returns the figures of the report. `drafters`: folders or names, each plain or as `label=folder`."""
     began = time.monotonic()
     items = load_items(data, limit=settings.prompts_per_category)
     on_progress("loading the target")

@@ -1,11 +1,11 @@
-"""Probes on a running engine, for its drift guard and its metrics: some drafts are looked at, the others pass untouched.
+"""Probes on a running engine, for its drift guard and its metrics. They sample a few drafts and leave all others unchanged.
 
-`LiveProbe` looks at every n-th draft of a speculator while it drafts. `RowProbe` is for captured cycles: now and then one row's
-draft is made once more beside its cycle. The probe sample is launched just before the cycle and reads what the cycle will: the
-row's state, its pages, the device's own lengths. What it writes (keys of drafted tokens, in places that the cycle is about to
-fill with the same) is read by no other row. Its figures come to the host when they are ready; nothing waits for them. Greedy,
-whatever the request's temperature: drafts of either kind start from the same states. A draft's first token comes from the state
-that synchronising left, whose attention lies inside the cycle before: of that step there is the state's size alone.
+`LiveProbe` measures every n-th draft of a speculator while it drafts. `RowProbe` is for captured cycles: once every few hundred
+launches it repeats the draft of one row, outside the CUDA graph and just before the cycle. It reads what the cycle will read:
+the row's state, its pages, and the lengths on the device. It writes the keys of drafted tokens where the cycle is about to
+write the same keys; no other row reads them. Figures are copied to the host asynchronously. The repeated draft is greedy at any
+temperature, since greedy and sampled drafts start from the same states. A draft's first token comes from the state left by the
+previous cycle's sync pass, whose attention is not visible here: for step 0 only the size of the state is reported.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from fledge.speculation.methods.base import AcceptedSpan, DraftedRequest
 from fledge.speculation.methods.eagle import CapturedEagle, EagleSpeculator
 
 NAMES = ("rms", "sink_share", "own_share", "entropy")
-EVERY = 256  # drafts to a probe sample, unless asked otherwise; on a CPU it takes as long as a whole step
-Figures = Mapping[str, Sequence[float | None]]  # by name and draft step; None: not seen at that step
-# Told of each sequence that was looked at.
+EVERY = 256  # default: one probe sample per this many drafts; on a CPU a sample takes as long as a whole step
+Figures = Mapping[str, Sequence[float | None]]  # by name and draft step; None: not measured at that step
+# Called with the figures of each probed sequence.
 Listener = Callable[[DraftedRequest, Figures], None]
 
 
 class LiveProbe:
-    """Running means by draft step over the drafts that were looked at, since the start or the last `reset`.
+    """Running means by draft step over the probed drafts, since the start or the last `reset`.
 
-    A sample costs one more product of queries and keys a step, for the rows that draft. Chains only: a tree has no single row.
+    A sample costs one more product of queries and keys per step. Only chains are probed: a tree has no single drafting row.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class LiveProbe:
     ) -> None:
         self.speculator, self.every, self.sink, self.listener = speculator, max(1, every), sink, listener
         self.seen = 0
-        self.step_index: int | None = None  # of the draft that is looked at; None: the current one is not
-        self.wanted: list[int] = []  # sequences of the sync pass that go on to draft
+        self.step_index: int | None = None  # draft step of the current draft; None: this draft is not probed
+        self.wanted: list[int] = []  # indexes of the sequences of the sync pass that continue to draft
         self.reset()
-        self.figures: list[dict[str, list[float]]] = []  # of the draft that is looked at, by its `wanted` sequences
-        self.place_of: dict[int, int] = {}  # in `figures`, by the identity of a sequence's list of pages
+        self.figures: list[dict[str, list[float]]] = []  # of the current draft, one entry per `wanted` sequence
+        self.place_of: dict[int, int] = {}  # index into `figures`, by the id() of a sequence's list of pages
         speculator.observer = self
 
     def detach(self) -> None:
@@ -65,7 +65,7 @@ class LiveProbe:
         self.num_sampled = 0
 
     def snapshot(self) -> dict[str, Any]:
-        """Means by step; None for a step at which something was not seen."""
+        """Returns the number of probed drafts and the means by step; None for a step without a measurement."""
         means = {}
         for name in NAMES:
             pairs = zip(list(self.totals[name]), list(self.counts[name]), strict=False)
@@ -128,12 +128,12 @@ class LiveProbe:
 
 
 class _ProbedDraftOps(TorchOps):
-    """Attends as usual, and notes where the drafting row of each chosen sequence looked."""
+    """Attends as usual, and records the attention shares of each chosen sequence's drafting row."""
 
     def __init__(self, speculator: EagleSpeculator, rows: Tensor, chosen: list[int], step: int, sink: int) -> None:
         super().__init__(speculator.cache, speculator.network.rotary)
         self.rows, self.chosen, self.step, self.sink = rows.tolist(), chosen, step, sink
-        self.by_layer: list[Tensor] = []  # [chosen, NAMES but the first]
+        self.by_layer: list[Tensor] = []  # each [chosen, NAMES without "rms"]
 
     def attend(self, module: AttentionModule, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata | None) -> Tensor:
         out = super().attend(module, q, k, v, meta)
@@ -153,19 +153,19 @@ class _ProbedDraftOps(TorchOps):
 
 
 def _seen(p_MHS: Tensor, pivot_M: Tensor, sink: int) -> Tensor:
-    """[M, NAMES but the first], mean over the heads."""
+    """Returns the attention figures [M, NAMES without "rms"], mean over the heads."""
     figures = attention_figures(p_MHS, pivot_M, sink, prompt_length=0).mean(1)
     return torch.stack([figures[:, ATTENTION.index(name)] for name in ("sink", "own", "entropy")], -1)
 
 
-# Launches to a probe sample, unless asked otherwise: one takes the host about a millisecond, and the device half a cycle.
+# Default: one probe sample per this many launches. A sample costs about 1 ms on the host and half a cycle on the device.
 EVERY_LAUNCHES = 512
-# Rows with more keys are not sampled: a sample has all of them in memory at once, in float32.
+# Rows with more keys are not sampled: a sample holds all their keys in memory at once, in float32.
 MOST_KEYS = 16384
 
 
 class _Sample(NamedTuple):
-    """Figures on their way to the host."""
+    """Figures that are being copied to the host."""
 
     request: Request
     figures: Tensor  # [1 + names, depth]; the first line says whether the row was active
@@ -174,17 +174,17 @@ class _Sample(NamedTuple):
 
 class RowProbe:
     def __init__(self, executor: CudaGraphExecutor, probe: LiveProbe, every: int) -> None:
-        """`probe` is told what was seen. `every`: launches of speculative cycles to a sample."""
+        """`probe`: records the figures. `every`: launches of speculative cycles per sample."""
         assert isinstance(executor.batch.method, CapturedEagle)
         self.rows, self.drafter, self.probe, self.every = executor.batch, executor.batch.method, probe, every
         self.seen = 0
         self.samples: deque[_Sample] = deque()
-        # What a sample needs is compiled and loaded now: a request would wait for it.
+        # Compiles and loads what a sample needs now; otherwise the first sampled request would wait for it.
         self.sample(self.rows.state.dummy_row, max(executor.controller.acceptance.depths), self.rows.config.page_size)
         executor.before_drafts = self
 
     def __call__(self, drafted_for: dict[int, Request], depth: int) -> None:
-        """Cycles that draft for these rows are about to be launched."""
+        """Called just before cycles that draft for these rows are launched; samples one row at every `every`-th call."""
         self.seen += 1
         if self.seen % self.every == 0:
             size = self.rows.config.page_size
@@ -196,7 +196,7 @@ class RowProbe:
         self.deliver()
 
     def deliver(self) -> None:
-        """All that has arrived."""
+        """Passes on all samples that have arrived on the host."""
         while self.samples and (self.samples[0].event is None or self.samples[0].event.query()):
             sample = self.samples.popleft()
             (active, *_), *lines = sample.figures.tolist()
@@ -209,8 +209,8 @@ class RowProbe:
 
     @torch.inference_mode()
     def sample(self, row: int, depth: int, num_keys: int) -> Tensor:
-        """As `CapturedEagle.draft` for this row alone. Copies, so that nothing of the row's changes, and because kernels are
-        compiled anew for tensors that are not aligned."""
+        """Repeats `CapturedEagle.draft` for this row alone. It works on copies: the row's own tensors must not change, and
+        slices that are not aligned would make kernels compile again."""
         slots, drafter = self.rows.state, self.drafter
         own = slice(row, row + 1)
         length, active = slots.rows.length[own].clone(), slots.rows.active[own].clone()
@@ -234,7 +234,7 @@ class RowProbe:
 
 
 class _ProbedRowOps(CudaOps):
-    """Attends as usual, and notes where the row looked."""
+    """Attends as usual, and records the row's attention shares."""
 
     def __init__(self, drafter: CapturedEagle, meta: AttentionMetadata, step: int, sink: int, num_keys: int) -> None:
         self.cache, self.rope_tables, self.arrivals = drafter.cache, drafter.ops.rope_tables, drafter.ops.arrivals
@@ -247,7 +247,7 @@ class _ProbedRowOps(CudaOps):
     def attention(self, module: FusedAttentionModule, qkv_NX: Tensor, meta: AttentionMetadata | None) -> Tensor:
         heads = qkv_NX.clone().view(1, -1, module.head_dim)[:, : module.num_heads]
         query = rotate(heads if module.q_norm is None else module.q_norm(heads), *self.angles(meta, len(qkv_NX)))
-        out = super().attention(module, qkv_NX, meta)  # which may rotate in place, and stores the row's own key
+        out = super().attention(module, qkv_NX, meta)  # may rotate `qkv_NX` in place; stores the row's own key
         self.note(module, query)
         return out
 
@@ -266,10 +266,10 @@ class _ProbedRowOps(CudaOps):
 
 
 def watch_drafts(engine: Engine, every: int | None = None, sink: int | None = None) -> LiveProbe | None:
-    """Looks at some drafts of an engine and tells its drift guard; None where there are no EAGLE drafts to look at.
+    """Attaches a probe to an engine and reports to its drift guard. Returns None if the engine has no EAGLE drafter.
 
-    `every`: drafts to a probe sample; None: few enough to cost nothing that one would notice.
-    `sink`: its column; None: found from the target's own attention, or column 0 where there is no tokenizer to ask it with.
+    `every`: drafts per probe sample; None: the defaults, whose cost is negligible.
+    `sink`: column of the attention sink; None: found from the target's attention, or column 0 if there is no tokenizer.
     """
     if not isinstance(engine.drafter, EagleSpeculator):
         return None
@@ -284,8 +284,8 @@ def watch_drafts(engine: Engine, every: int | None = None, sink: int | None = No
 
 
 def coverage(engine: Engine, probe: LiveProbe) -> str:
-    """Which drafts a probe sees, for the log: silence would read as if it saw all."""
+    """Returns a log line that says which drafts the probe samples; without it, one would assume that it samples all."""
     seen = f"drift probe: one draft in {probe.every}, sink at column {probe.sink}"
     if isinstance(engine.executor, CudaGraphExecutor) and isinstance(engine.executor.before_drafts, RowProbe):
-        return f"{seen}; where cycles are captured, one row in {engine.executor.before_drafts.every} of their launches"
-    return seen if probe.speculator.tree is None else f"{seen}; chains only, so none of the trees that are drafted here"
+        return f"{seen}; in captured cycles, one row every {engine.executor.before_drafts.every} launches"
+    return seen if probe.speculator.tree is None else f"{seen}; only draft chains are probed, so not the trees drafted here"

@@ -1,6 +1,6 @@
-"""What drafts over known texts are worth: acceptance with standard errors, and probes by draft step, added up text by text.
+"""Metrics of drafts over known texts: acceptance with standard errors, and probes by draft step, accumulated text by text.
 
-Training's evaluation, learning's gate and the drift lab all use these.
+Used by training's evaluation, by the gate of `fledge learn` and by the drift lab.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fledge.speculation.stats import AcceptanceStats
 
 
 def walk(matched: Sequence[int], depth: int) -> AcceptanceStats:
-    """`matched[i]`: how many drafts from row i are the target's next tokens.
+    """Returns the statistics of a greedy run. `matched[i]`: how many drafts from row i are the target's next tokens.
 
     A step accepts up to `depth` of them and adds the target's own next token; the answer ends where the rows end.
     """
@@ -34,14 +34,14 @@ def walk(matched: Sequence[int], depth: int) -> AcceptanceStats:
 
 
 class Count(NamedTuple):
-    """Of one text. Whole numbers when greedy; expectations when sampled."""
+    """Accepted drafts and steps of one text. Whole numbers if greedy, expectations if sampled."""
 
     accepted: float
     steps: float
 
 
 def counted(matched: Sequence[int], depth: int) -> Count:
-    """`walk` where only the two numbers are wanted."""
+    """Returns only the two counts of `walk`, without its other statistics."""
     accepted = steps = at = 0
     while at < len(matched):
         taken = min(matched[at], depth)
@@ -52,9 +52,9 @@ def counted(matched: Sequence[int], depth: int) -> Count:
 
 
 def expected_walk(accept_prob: Sequence[Sequence[float]], depth: int) -> Count:
-    """`accept_prob[i][j]`: that draft j of row i is accepted once those before it are. Exact, by following every path:
+    """Returns the exact expected counts over all paths: a step that starts at row i and accepts a drafts ends at row i + a + 1.
 
-    a step that starts at row i ends at row i + a + 1, where a drafts are accepted.
+    `accept_prob[i][j]`: probability that draft j of row i is accepted, given that those before it are.
     """
     starts = [0.0] * (len(accept_prob) + depth + 2)  # probability that a step starts at each row
     starts[0] = 1.0
@@ -79,24 +79,24 @@ def expected_walk(accept_prob: Sequence[Sequence[float]], depth: int) -> Count:
 
 class Estimate(NamedTuple):
     value: float
-    error: float | None  # standard error, texts being the independent samples; None: a single text
+    error: float | None  # standard error with texts as the independent samples; None: a single text
 
 
 def acceptance_length(counts: Sequence[Count]) -> Estimate:
-    """Micro: 1 + accepted / steps over all texts together."""
+    """Returns the micro average: 1 + accepted / steps, summed over all texts."""
     value, influence = length_and_influence(counts)
     return Estimate(value, standard_error(influence))
 
 
 def length_ratio(counts: Sequence[Count], base: Sequence[Count]) -> Estimate:
-    """Acceptance length over another's on the same texts or questions: what a pair has in common drops out of the error."""
+    """Returns the ratio of two acceptance lengths on the same texts or questions, with the paired standard error."""
     (value, mine), (other, theirs) = length_and_influence(counts), length_and_influence(base)
     ratio = value / other
     return Estimate(ratio, standard_error([ratio * (a / value - b / other) for a, b in zip(mine, theirs, strict=True)]))
 
 
 def pooled(conditions: Sequence[Mapping[str, Count]]) -> dict[str, Count]:
-    """The counts of each question, over all conditions it is asked under."""
+    """Returns each question's counts, summed over all conditions in which it is asked."""
     found: dict[str, Count] = {}
     for counts in conditions:
         for text, count in counts.items():
@@ -106,7 +106,7 @@ def pooled(conditions: Sequence[Mapping[str, Count]]) -> dict[str, Count]:
 
 
 def length_and_influence(counts: Sequence[Count]) -> tuple[float, list[float]]:
-    """With what each text moves it by (the delta method's influence)."""
+    """Returns the acceptance length and each text's influence on it (delta method)."""
     steps = sum(count.steps for count in counts)
     if not steps:
         return 1.0, [0.0] * len(counts)
@@ -115,7 +115,7 @@ def length_and_influence(counts: Sequence[Count]) -> tuple[float, list[float]]:
 
 
 def standard_error(influence: Sequence[float]) -> float | None:
-    """From what each of the independent samples moves a figure by."""
+    """Returns the standard error of a figure from the influence of each independent sample on it."""
     count = len(influence)
     if count < 2:
         return None
@@ -124,14 +124,14 @@ def standard_error(influence: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class TextFigures:
-    """What one rollout says about one text."""
+    """The figures of one text from one rollout."""
 
     counts: dict[int, Count]  # by depth
-    sums: dict[str, tuple[Tensor, Tensor]]  # by name: totals over the rows, by step, and how many rows count
+    sums: dict[str, tuple[Tensor, Tensor]]  # by name: totals over the rows and the number of rows counted, both by step
 
 
 def by_text(rollout: Rollout, num_texts: int, depths: Sequence[int], *, sampled: bool = False) -> list[TextFigures]:
-    """Summed where the rollout lies, so that a device hands over a few numbers a text."""
+    """Returns the figures of each text. Sums are taken on the rollout's device: only a few numbers per text are copied."""
     inside, on_path = rollout.inside_MJ, rollout.inside_MJ & rollout.on_path_MJ
     values: dict[str, tuple[Tensor, Tensor | None]] = {"rms": (rollout.rms_MJ, None), "cosine": (rollout.cosine_MJ, on_path)}
     if not sampled:
@@ -158,7 +158,7 @@ def by_text(rollout: Rollout, num_texts: int, depths: Sequence[int], *, sampled:
 
 
 def _summed(values_MJ: Tensor, counted_MJ: Tensor | None, text_M: Tensor, num_texts: int) -> tuple[Tensor, Tensor]:
-    """Totals and counts by text and step, on the CPU."""
+    """Returns totals and counts by text and step, on the CPU."""
     values = values_MJ.double()
     counted = torch.ones(values.shape[:2], device=values.device) if counted_MJ is None else counted_MJ
     counted = counted.double().reshape(*counted.shape, *[1] * (values.dim() - 2))
@@ -189,7 +189,7 @@ class MetricAccumulator:
         return [name for name in self.texts if name not in self.looping]
 
     def total(self, name: str, texts: Sequence[str] | None = None) -> tuple[Tensor, Tensor] | None:
-        """By step, over all texts or some of them: the sum, and how many rows count."""
+        """Returns, by step, the sum and the number of rows counted, over all texts or only `texts`."""
         parts = [pair for text, pair in self.sums.get(name, {}).items() if texts is None or text in texts]
         if not parts:
             return None
@@ -199,7 +199,7 @@ class MetricAccumulator:
         return total, count
 
     def means(self, name: str, texts: Sequence[str] | None = None) -> list[Any]:
-        """By step; None where no row counts."""
+        """Returns the means by step; None for a step in which no row counts."""
         found = self.total(name, texts)
         if found is None:
             return []
@@ -227,9 +227,9 @@ class MetricAccumulator:
         for name in ("accuracy", "conditional_acceptance", "joint_acceptance", "rms", "cosine", "cosine_hidden"):
             if values := self.means(name):
                 figures[name] = values
-        if found := self.total("conditional_acceptance"):  # rows that are still right by each step: deep down there are few
+        if found := self.total("conditional_acceptance"):  # rows whose drafts are all right so far: few at late steps
             figures["rows_on_path"] = [int(count) for count in found[1]]
-        if found := self.total("joint_acceptance"):  # of so many rows whose text reaches as far
+        if found := self.total("joint_acceptance"):  # rows whose text is long enough for the step
             figures["rows_inside"] = [int(count) for count in found[1]]
         if found := self.total("joint_acceptance", non_looping):
             figures["joint_acceptance_not_looping"] = self.means("joint_acceptance", non_looping)
@@ -247,7 +247,7 @@ class MetricAccumulator:
         return figures
 
     def _change_error(self, name: str, step: int) -> float | None:
-        """Standard error of what the mean at `step` is of that at step 1, texts being the independent samples."""
+        """Returns the standard error of the ratio of the means at `step` and step 1, with texts as the independent samples."""
         found = self.total(name)
         assert found is not None, "asked of names in `sums`"
         total, count = map(_over_heads, found)
@@ -261,18 +261,18 @@ class MetricAccumulator:
         return standard_error(influence)
 
     def _macro(self, depth: int) -> float:
-        """Tokens a step of each text, then their mean."""
+        """Returns the macro average: the mean over texts of each text's tokens per step."""
         lengths = [1 + one.accepted / one.steps for one in self.counts(depth) if one.steps]
         return sum(lengths) / len(lengths) if lengths else 1.0
 
 
 def _over_heads(x: Tensor) -> Tensor:
-    """[J] of [J] or [J, H]."""
+    """Sums over heads: [J] from [J, H]; [J] stays as it is."""
     return x if x.dim() == 1 else x.sum(-1)
 
 
 def drift_summary(figures: dict[str, Any], step: int = 8) -> dict[str, Any]:
-    """How far the states and shares have moved at `step` (or the deepest drafted), and by how much a step."""
+    """Returns how far the state's size has moved at `step` (or the deepest one drafted), and the slopes of the shares."""
     sizes = figures.get("rms") or []
     if len(sizes) < 2:
         return {}
@@ -286,7 +286,7 @@ def drift_summary(figures: dict[str, Any], step: int = 8) -> dict[str, Any]:
 
 
 def fused_parts(drafter: EagleDrafter, taps: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The fc output, and what each tapped layer adds to it: sizes of taps say nothing of that once weights have learnt them."""
+    """Returns the fc output and each tapped layer's part of it, which weights scale: the taps' sizes do not show the parts."""
     entered: list[Tensor] = []
     watching = drafter.fc.register_forward_pre_hook(lambda _, given: entered.append(given[0]))
     try:
@@ -302,7 +302,7 @@ def fused_parts(drafter: EagleDrafter, taps: Sequence[Tensor]) -> dict[str, Tens
 
 
 class TargetAccumulator:
-    """Sizes of what the target gives a drafter: each captured state, the fc output and its parts, by where the token stands."""
+    """Sizes of the drafter's inputs (captured states, fc output and its parts) at the sink, in the prompt, in the answer."""
 
     def __init__(self, drafter: EagleDrafter) -> None:
         self.drafter = drafter

@@ -1,14 +1,14 @@
-"""What drift is made of, as plain tensor maths: sizes of states, shares of attention, closeness to the target's states;
-and where the target parks its attention.
+"""The quantities that measure drift, as plain tensor maths: sizes of states, shares of attention, cosine with the target's
+states, and the position of the target's attention sink.
 
 Shapes: M drafting rows, H query heads, K key/value heads, S keys, E head size, D hidden size.
 
 A row drafts from position t. The keys it attends to, in the order of their positions:
 
-    0 … sink … | rest of the prompt | settled answer … | t (the pair it drafts from) | t+1 … (drafted since)
-                                                       |<------- own: columns >= t ------------------>|
+    0 … sink … | rest of the prompt | accepted answer … | t (the pair it drafts from) | t+1 … (drafted since)
+                                                        |<------- own: columns >= t ------------------>|
 
-Columns between are never a row's own: what a row may not see carries no attention and adds nothing to any share.
+Key columns that a row may not see (later tokens of the text) carry no attention, so they add nothing to any share.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from fledge.models.decoder import Decoder, causal_attend
 from fledge.models.layers import Attend
 from fledge.tokenizer import Tokenizer
 
-# Where the attention of a row and head goes: sink + prompt + answer + own = 1, and drafted is part of own.
-# prompt: without the sink; answer: settled, before the row; own: the pair the row drafts from, and what it drafted since (the
-# paper's "recent"); drafted: only what it drafted since; entropy: in nats.
+# Shares of the attention of a row and head: sink + prompt + answer + own = 1; drafted is part of own.
+# prompt: without the sink; answer: accepted tokens before the row; own: the pair the row drafts from and the tokens it drafted
+# since (the paper's "recent"); drafted: only the tokens it drafted since; entropy: in nats.
 ATTENTION = ("sink", "prompt", "answer", "own", "drafted", "entropy")
 
 
 def attention_scores(q_MHE: Tensor, keys_SKE: Tensor) -> Tensor:
-    """Scaled scores [M, H, S] in fp32, of all rows over the same keys."""
+    """Returns the scaled scores [M, H, S] in fp32 of all rows over the same keys."""
     grouped = q_MHE.unflatten(1, (keys_SKE.shape[1], -1)).float()
     return torch.einsum("mkge,ske->mkgs", grouped, keys_SKE.float()).flatten(1, 2) * q_MHE.shape[-1] ** -0.5
 
 
 def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int | Tensor, prompt_length: int | Tensor) -> Tensor:
-    """[M, H, ATTENTION]. `pivot_M`: the column of the pair that each row drafts from. `prompt_length`: columns that belong to
-    the prompt. `sink` and `prompt_length` may be one for all rows or one for each.
+    """Returns the shares and the entropy, [M, H, ATTENTION]. `pivot_M`: the column of the pair that each row drafts from.
+    `prompt_length`: number of prompt columns. `sink` and `prompt_length`: one value for all rows or one per row.
     """
     column = torch.arange(p_MHS.shape[-1], device=p_MHS.device)
     pivot = pivot_M[:, None]
@@ -56,7 +56,7 @@ def attention_figures(p_MHS: Tensor, pivot_M: Tensor, sink: int | Tensor, prompt
 
 
 def rms(states_ND: Tensor) -> Tensor:
-    """Size of each state: ‖x‖₂ / √d."""
+    """Returns the size of each state: ‖x‖₂ / √d."""
     return states_ND.float().square().mean(-1).sqrt()
 
 
@@ -65,26 +65,26 @@ def cosine(a_ND: Tensor, b_ND: Tensor) -> Tensor:
 
 
 def slope(values: Sequence[float | None]) -> float:
-    """Change a step of the straight line through the values of steps 1, 2, … (least squares). None: no row got so far."""
+    """Returns the least-squares slope per step of the values of steps 1, 2, …; skips None values (no row got that far)."""
     points = [(step, value) for step, value in enumerate(values) if value is not None]
     return linear_regression(*zip(*points, strict=True)).slope if len(points) >= 2 else 0.0
 
 
-# The sink: found from the target's own attention, not assumed.
-# Tokens of each text that are looked at: it shows within a few dozen, and the cost grows with the square.
+# The attention sink is measured from the target's attention, not assumed to be column 0.
+# Tokens of each text that are used: a few dozen suffice to find the sink, and the cost grows with the square.
 SINK_TOKENS = 256
-# A column is called a sink when it draws this many times what it would if attention were uniform.
+# A column is called a sink if its share is at least this many times the share under uniform attention.
 CLEAR_RATIO = 5.0
-# What is asked where there are no texts at hand: where a target parks its attention hardly depends on what it reads.
-# One question: an engine asks it when it starts, which takes 0.15 s of a CPU's 2.
+# The text for finding the sink when no other texts are available; the sink's position hardly depends on the text.
+# One question only: an engine runs it at start, where it takes 0.15 s of 2 s on a CPU.
 ASKED = ("My sister bakes bread every Saturday. Last week it did not rise, though the flour and the oven were as always. Why?",)
 
 
 @dataclass(frozen=True)
 class Sink:
     column: int
-    share: float  # of the attention of the text's second half, mean over heads, layers and texts
-    uniform: float  # what uniform attention would give one column
+    share: float  # of the attention of each text's second half, mean over heads, layers and texts
+    uniform: float  # one column's share if attention were uniform
     by_layer: list[float]
     runner_up: int
     runner_up_share: float
@@ -95,15 +95,15 @@ class Sink:
 
 
 def find_own_sink(decoder: Decoder, tokenizer: Tokenizer) -> Sink:
-    """From a short question in the target's own chat template: for use before there are texts of it."""
+    """Finds the sink with a short question in the target's chat template, for use when no texts are available yet."""
     return find_sink(decoder, [own_template(tokenizer, [{"role": "user", "content": text}]) for text in ASKED])
 
 
 @torch.no_grad()
 def find_sink(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Sink:
-    """The column with the highest average attention, over all heads and layers.
+    """Returns the column with the highest average attention over all heads and layers.
 
-    Only the second half of each text asks: early tokens have few others to look at.
+    Only the queries of each text's second half count: early tokens can attend to few others.
     """
     shares: list[Tensor] = []  # per text: [layers, columns]
     uniform = []
@@ -132,7 +132,7 @@ def find_sink(decoder: Decoder, texts: Sequence[Sequence[int]]) -> Sink:
 
 
 def _watching(layers: list[Tensor], column: Tensor, asking: Tensor, shortest: int) -> Attend:
-    """Attends causally; appends for each layer the share that the first columns get from the asking rows."""
+    """Returns a causal `attend` that appends each layer's shares of attention, of rows `asking` on the first columns."""
 
     def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
         seen = column <= asking[:, None]
@@ -147,9 +147,9 @@ def _watching(layers: list[Tensor], column: Tensor, asking: Tensor, shortest: in
 
 # --- attention of drafting rows whose probabilities are not needed --------------------------------------------------------
 #
-# The text's part by a fused kernel that never holds them, the rows' own few keys beside it, and the two joined by their sums.
-#
-# Shapes: B texts, T columns, R rows of a text, M rows of all texts, J own keys, K key/value heads, G query heads to each.
+# A fused kernel attends to the text's keys without materialising the probabilities; the rows' own few keys are attended to
+# separately, and the two results are merged by their log-sums.
+# Shapes: B texts, T columns, R rows of a text, M rows of all texts, J own keys, K key/value heads, G query heads per KV head.
 
 
 def can_attend_rows(q_BRHE: Tensor, window: int | None, step: int) -> bool:
@@ -167,7 +167,7 @@ def attend_rows(
     window: int | None,
     step: int,
 ) -> Tensor:
-    """A row sees its text up to its own column, as far back as the window reaches from `step` tokens on, and its own keys."""
+    """Attention of all rows: to own keys, and to the text up to the row's column (with a window: from row + `step` back)."""
     is_row = batch.is_row_BR
     num_rows_B = batch.num_rows_B
     seen_B = batch.prompt_length_B - 1 + num_rows_B  # columns that the last row of a text sees
@@ -187,9 +187,9 @@ def attend_rows(
 def text_attention(
     q_MHE: Tensor, keys_NKE: Tensor, values_NKE: Tensor, num_rows_B: Tensor, seen_B: Tensor, window: int | None, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Over the texts' own columns: the output and, fp32 [M, H], the logarithm of each row's sum.
+    """Attends to the columns of the texts. Returns the output and the log-sum-exp of each row's scores (fp32 [M, H]).
 
-    The last row of a text sees its last given key, the row before one key less, and so on.
+    The last row of a text sees all the given keys, the row before it one key fewer, and so on.
     """
     run = _fused if q_MHE.is_cuda else text_attention_reference
     return run(q_MHE, keys_NKE, values_NKE, num_rows_B, seen_B, window, step)
@@ -217,7 +217,7 @@ def text_attention_reference(
 def _fused(
     q_MHE: Tensor, keys_NKE: Tensor, values_NKE: Tensor, num_rows_B: Tensor, seen_B: Tensor, window: int | None, step: int
 ) -> tuple[Tensor, Tensor]:
-    is_text = num_rows_B > 0  # the kernel wants no empty ones
+    is_text = num_rows_B > 0  # the kernel does not take texts without rows
     rows, seen = num_rows_B[is_text], seen_B[is_text]
     if not bool(is_text.all()):
         keep = is_text.repeat_interleave(seen_B)
@@ -237,7 +237,7 @@ def _fused(
         False,
         **reach,
     )
-    if log_sum.dim() == 3:  # [B, H, longest], as older releases have it
+    if log_sum.dim() == 3:  # [B, H, longest] in older PyTorch releases
         place = torch.arange(log_sum.shape[-1], device=rows.device) < rows[:, None]
         return out, log_sum.transpose(1, 2)[place]
     return out, log_sum.t()

@@ -1,6 +1,6 @@
-"""What the suites ask: chat templates that a drafter may meet, system prompts, and real texts for long contexts.
+"""Inputs of the suites: chat templates that a drafter may meet, system prompts, and real texts for long contexts.
 
-All of them are for measuring only: training's templates and system prompts are others.
+All of them are for measurement only; training uses other templates and system prompts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True)
 class ForeignTemplate:
-    """Another model's chat format as text. Markers that the target's vocabulary lacks become ordinary text, as they would
-    when someone serves a model with the wrong template."""
+    """Another model's chat format as text. Markers that the target's vocabulary lacks become ordinary text, as they do when
+    a model is served with the wrong template."""
 
-    system: str  # with "{}" for the content, as all of these
+    system: str  # "{}" is replaced by the content, in all three roles
     user: str
     assistant: str
     opening: str  # before the answer
-    preamble: str = ""  # stands first when there is no system prompt
+    preamble: str = ""  # comes first if there is no system prompt
 
     def render(self, messages: Messages) -> str:
         has_system = bool(messages) and messages[0]["role"] == "system"
@@ -82,36 +82,36 @@ FOREIGN: dict[str, ForeignTemplate] = {
 }  # fmt: skip
 
 TEMPLATE_NAMES = ("own", "no template", "no BOS", *FOREIGN)
-# The part of the suite that a quick run takes: less two that are hardly foreign to a model with ChatML or a transcript.
+# Templates of a quick run: without two that are hardly new to a model trained on ChatML or transcripts.
 QUICK_TEMPLATES = tuple(name for name in TEMPLATE_NAMES if name not in ("ChatML", "Vicuna"))
-# What training's augmentation calls a template that it renders the same way, but for a preamble or white space. All others
-# are new to every drafter: training's transcript has other words.
+# Names, in training's augmentation, of the templates that it renders the same way except for a preamble or white space. All
+# other templates are new to every drafter: the transcript in training uses other words.
 TRAINED_AS = {"no template": "none", "ChatML": "chatml", "Llama-3": "llama3", "Alpaca": "alpaca", "Vicuna": "vicuna"}
 
 
 def trained_on(trained: Mapping[str, Any]) -> list[str]:
-    """Conditions of the suite that a drafter knows from its training, going by what is recorded of it."""
+    """Returns the conditions of the suite that a drafter met in training, according to its training record."""
     if not trained.get("augmented"):
         return []
     return [name for name, training_name in TRAINED_AS.items() if training_name in trained["templates"]]
 
 
 def own_template(tokenizer: Tokenizer, messages: Messages) -> list[int]:
-    """The target's own template; a base model, which has none, gets the plain text."""
+    """Renders the messages in the target's own template; as plain text for a base model, which has none."""
     if tokenizer.has_chat_template:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     return no_template(tokenizer, messages)
 
 
 def no_template(tokenizer: Tokenizer, messages: Messages) -> list[int]:
-    """Nothing but the texts, with a blank line between; what the tokenizer itself adds (a BOS) stays."""
+    """Renders only the texts, separated by a blank line, plus what the tokenizer itself adds (a BOS)."""
     return tokenizer.encode("\n\n".join(message["content"] for message in messages) + "\n\n")
 
 
 def no_bos(tokenizer: Tokenizer, messages: Messages) -> list[int] | None:
-    """The own template without the special token it begins with; None where it begins with none."""
+    """Renders the target's own template without its leading special token; None if it does not begin with one."""
     tokens = own_template(tokenizer, messages)
-    is_special = tokens[0] == tokenizer.bos_token_id or not tokenizer.decode(tokens[:1])  # decoding leaves special ones out
+    is_special = tokens[0] == tokenizer.bos_token_id or not tokenizer.decode(tokens[:1])  # decode() skips special tokens
     return tokens[1:] if is_special else None
 
 
@@ -120,7 +120,7 @@ def foreign(tokenizer: Tokenizer, name: str, messages: Messages) -> list[int]:
 
 
 def all_templates(tokenizer: Tokenizer, messages: Messages) -> dict[str, list[int] | None]:
-    """Every condition of the suite, the own one first."""
+    """Renders the messages for every condition of the suite, the target's own template first."""
     return {
         "own": own_template(tokenizer, messages),
         "no template": no_template(tokenizer, messages),
@@ -153,7 +153,7 @@ Visitors are of every age. Be friendly without gushing, brief without being curt
 for the question. Lists are welcome where there are more than three items; otherwise write sentences. End when the answer \
 ends: no offers of further help, no summary of what was just said."""
 
-NONE_GIVEN = "none given"  # not "none": a template may have a default, which it then puts in
+NONE_GIVEN = "none given"  # not "none": a template may then insert its default system prompt
 SYSTEM_PROMPTS: dict[str, str | None] = {
     NONE_GIVEN: None,
     "short": "Be brief and exact.",
@@ -169,7 +169,7 @@ SYSTEM_PROMPTS: dict[str, str | None] = {
     "Chinese": "你在一家小书店工作。回答要简短、清楚，必要时举一个例子。",
     "Arabic": "أنت تعمل في مكتبة صغيرة. أجب بوضوح واختصار، واذكر مثالا واحدا عند الحاجة.",
 }
-# The part of the suite that a quick run takes: one of each kind.
+# System prompts of a quick run: one of each kind.
 QUICK_SYSTEM_PROMPTS = (NONE_GIVEN, "short", "long", "odd: persona", "adversarial: override", "German")
 
 
@@ -185,7 +185,7 @@ CHAPTERS = (
     "typesseq",
     "string-methods",
 )
-SHORTEST = 2000  # characters below which a file is no document
+SHORTEST = 2000  # characters; shorter files are skipped
 
 
 class Document(NamedTuple):
@@ -194,19 +194,19 @@ class Document(NamedTuple):
 
 
 def load_documents(folder: Path | None) -> tuple[list[Document], str]:
-    """The documents, and where they come from, in words."""
+    """Returns the documents and a phrase that says where they come from."""
     if folder is None:
         return (
             _language_reference(),
             "chapters of the Python language reference, as installed with Python (give --documents for your own)",
         )
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder of documents")
+        raise UserError(f"{folder}: there is no such folder; --documents needs a folder of .txt or .md files")
     files = sorted(file for kind in ("*.txt", "*.md") for file in folder.rglob(kind))
     documents = [Document(file.name, file.read_text(encoding="utf-8", errors="replace")) for file in files]
     documents = [document for document in documents if len(document.text) >= SHORTEST]
     if not documents:
-        raise UserError(f"{folder}: no .txt or .md file of at least {SHORTEST} characters in it")
+        raise UserError(f"{folder}: contains no .txt or .md file of at least {SHORTEST} characters")
     return documents, f"{len(documents)} given with --documents"
 
 
@@ -214,13 +214,13 @@ def _language_reference() -> list[Document]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise UserError("this Python comes without its documentation; give a folder of texts with --documents") from None
+        raise UserError("this Python lacks its documentation (pydoc_data); give a folder of texts with --documents") from None
     found = [Document(name, topics[name]) for name in CHAPTERS if len(topics.get(name, "")) >= SHORTEST]
     return found or [Document(name, text) for name, text in topics.items() if len(text) >= SHORTEST]
 
 
 def excerpt(documents: list[Document], number: int, num_characters: int) -> str:
-    """At least `num_characters` of text that begins with document `number`; the following ones are joined as needed."""
+    """Returns at least `num_characters` of text, from document `number` on; the following ones are appended as needed."""
     parts, size = [], 0
     for offset in range(len(documents) * 64):
         parts.append(documents[(number + offset) % len(documents)].text)

@@ -1,4 +1,4 @@
-"""The report of a lab run: one HTML file that needs nothing else, the plots beside it, and every figure as JSON."""
+"""The report of a lab run: a self-contained HTML file, the plots as PNG files, and every figure as JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ th { border-bottom: 1px solid #999 } th:first-child, td:first-child { text-align
 tr:nth-child(even) td { background: #f6f6f4 }
 .base td { font-weight: 600 } .low { color: #b3261e } .good { color: #2e6b1f } pre { font-size: .8em; white-space: pre-wrap }
 """
-# Shares of the baseline that are coloured: what a robust drafter should keep, and what it plainly lost.
+# Shares of the baseline from which a figure is green (a robust drafter keeps this much) and below which it is red.
 GOOD, LOW = 0.85, 0.7
 
 
@@ -85,24 +85,23 @@ def html(figures: dict[str, Any], images: dict[str, bytes]) -> str:
 
 
 METHOD = """<p>The target answers each prompt greedily, once. One pass over prompt and answer gives its states; from every
-position of the answer each drafter then drafts with its own tokens, as when serving. As greedy acceptance depends on the
-target's text alone, this tells exactly what a speculative run accepts at every depth. At a temperature the target samples its
-answers, and a draft is accepted with probability min(1, q/p) of what it wrote: expectations over the drafts, exact for these
-texts.</p>
+position of the answer each drafter then drafts with its own tokens, as in serving. Greedy acceptance depends only on the
+target's text, so this gives exactly what a speculative run accepts at every depth. At a temperature, the target samples its
+answers; the draft that equals the target's token is drawn and accepted with probability min(1, q/p). The figures are then
+expectations over the drafts, exact for these texts.</p>
 <ul>
 <li><b>Acceptance length</b>: 1 + accepted drafts / steps over all texts together; the 1 is the token that the target itself
 adds. A token outside the draft vocabulary is a miss. In brackets: without answers that loop.</li>
-<li><b>kept</b>: acceptance length as a share of the baseline's (in bold), or of the mean where there is none; question by
-question, so that only questions that both have count. Without loops: only those where neither answer loops, and how many
-they are.</li>
-<li><b>±</b>: standard error, texts (or pairs of them) being the independent samples; a question counts once where conditions
-are taken together. For shares and ratios none is given below five pairs. <b>steps</b>: verification passes behind
-the figure.</li>
-<li><b>RMS</b>: ‖x‖₂/√d of the state that a step gives to the next.</li>
-<li><b>Shares of attention</b>: on the sink, on the rest of the prompt, on the settled answer, and on the drafter's own tokens
+<li><b>kept</b>: acceptance length as a share of the baseline's (in bold), or of the conditions' mean if there is no baseline.
+Compared question by question, so only questions that both have count. Without loops: only questions where neither answer
+loops, with their number.</li>
+<li><b>±</b>: standard error, with texts (or pairs of them) as the independent samples; where conditions are taken together, a
+question counts once. Shares and ratios have none below five pairs. <b>steps</b>: verification passes behind the figure.</li>
+<li><b>RMS</b>: ‖x‖₂/√d of the state that a step passes to the next.</li>
+<li><b>Shares of attention</b>: on the sink, on the rest of the prompt, on the accepted answer, and on the drafter's own tokens
 (the one it drafts from and those drafted since); they add up to one. Mean over rows, heads and layers. Read the slope over
 depth rather than the level.</li>
-<li><b>Cosine</b>: of the fed-back state with the fused target state it stands in for, over rows whose drafts were right so
+<li><b>Cosine</b>: between the fed-back state and the fused target state that it replaces, over rows whose drafts were right so
 far.</li>
 </ul>"""
 
@@ -129,7 +128,7 @@ def _drafters(figures: dict[str, Any]) -> str:
 
 
 def _sink(sink: dict[str, Any]) -> str:
-    clear = "" if sink["clear"] else " It is not a clear one."
+    clear = "" if sink["clear"] else " The sink is not clear."
     return (
         f"<p>The target's sink, found from its own attention: column {sink['column']} (<code>{escape(sink['token'])}</code>) "
         f"with {sink['share']:.0%} of all attention; uniform attention would give it {sink['uniform']:.1%}. Next: column "
@@ -209,7 +208,7 @@ def _table(head: list[str], rows: list[list[str]], classes: list[str] | None = N
 
 
 def suite_notes(suite: dict[str, Any], figures: dict[str, Any]) -> list[str]:
-    """What one must know to read a suite's table."""
+    """Returns the notes that one needs to read a suite's table."""
     if suite["name"] == "templates":
         return _known_templates(suite, figures)
     if suite["name"] == "system prompts":
@@ -281,7 +280,7 @@ def png(figure: Figure) -> bytes:
 
 
 def plot_by_step(figures: dict[str, Any]) -> bytes:
-    """Every probe over draft depth, drafters side by side."""
+    """Plots every probe over draft depth, all drafters in each panel."""
     shown = [panel for panel in BY_STEP if any(probes.get(panel[0]) for probes in figures["probes"].values())]
     figure, axes = plt.subplots(-(-len(shown) // 4), 4, figsize=(16, 3.4 * -(-len(shown) // 4)), squeeze=False)
     for axis in axes.flat[len(shown) :]:
@@ -305,7 +304,7 @@ def plot_by_step(figures: dict[str, Any]) -> bytes:
 
 
 def plot_by_head(figures: dict[str, Any], share: str) -> bytes:
-    """One share per head (rows) and draft step (columns), one panel a drafter."""
+    """Plots one share by head (rows) and draft step (columns), one panel per drafter."""
     probes = {name: one[f"{share}_by_head"] for name, one in figures["probes"].items() if one.get(f"{share}_by_head")}
     figure, axes = plt.subplots(1, len(probes), figsize=(5.2 * len(probes), 3.4), squeeze=False)
     top = max(max(map(max, steps)) for steps in probes.values())
@@ -323,7 +322,7 @@ def plot_by_head(figures: dict[str, Any], share: str) -> bytes:
 
 
 def plot_suite(figures: dict[str, Any], result: dict[str, Any]) -> bytes:
-    """Acceptance length of every condition (over depth where there is only one)."""
+    """Plots the acceptance length of every condition (over depth if there is only one condition)."""
     names = [one["name"] for one in figures["drafters"]]
     conditions, depth = result["conditions"], shown_depth(result["depths"])
     if len(conditions) == 1:

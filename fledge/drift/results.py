@@ -1,4 +1,4 @@
-"""A suite's figures as plain data, and what they say: what a drafter keeps of the baseline, how drafters compare, verdicts."""
+"""A suite's figures as plain data, and what follows from them: retention against the baseline, comparisons, verdicts."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any, NamedTuple
 
 from fledge.drift.metrics import Estimate, MetricAccumulator, length_ratio, pooled
 
-FLAT = 1.1  # growth of the fed-back state from step 1 to step 8 that is still flat
-# What a robust drafter must keep: of its acceptance length in its own template, and in a short context.
+FLAT = 1.1  # largest growth of the fed-back state from step 1 to step 8 that still counts as flat
+# Shares of its acceptance length (in the own template; in a short context) that a robust drafter must keep.
 MIN_RETENTION_IN_TEMPLATES, MIN_RETENTION_IN_LONG_CONTEXTS = 0.85, 0.80
-USEFUL = 1.2  # acceptance length below which a drafter drafts next to nothing, so that shares of it say nothing
+USEFUL = 1.2  # below this acceptance length almost no draft is accepted, and shares of it mean nothing
 CLEARLY = 2  # standard errors
-ENOUGH_PAIRS = 5  # below, a standard error over them is too vague to be given
+ENOUGH_PAIRS = 5  # with fewer pairs a standard error is too inexact to be shown
 
 
 def shown_depth(depths: Sequence[int]) -> int:
-    """The depth that tables and charts speak of: 5, or the nearest there is."""
+    """Returns the depth that tables and charts show: 5, or the nearest one measured."""
     return min(depths, key=lambda depth: (abs(depth - 5), depth))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One condition with each drafter's accumulator of it."""
+    """One condition with each drafter's accumulator for it."""
 
     facts: dict[str, Any]  # name, note, numbers of prompts and tokens
     accumulators: Mapping[str, MetricAccumulator]  # by drafter
@@ -49,7 +49,7 @@ def suite_result(
                 if base
                 else _of_mean(drafter, condition, conditions, depths)
             )
-            # Accepted, steps at the depth shown.
+            # (accepted, steps) at the depth shown.
             figures["counts"] = {text: list(counts[shown]) for text, counts in accumulator.texts.items()}
             common = [text for text in accumulator.texts if text in first.texts]
             figures["against_first"] = _ratios(accumulator, first, depths, common)
@@ -66,7 +66,7 @@ def suite_result(
 
 
 def _shares(accumulator: MetricAccumulator, base: MetricAccumulator, depths: Sequence[int]) -> dict[str, Any]:
-    """Acceptance length as a share of the baseline's, over the questions that both have; and over those where neither loops."""
+    """Returns acceptance length as a share of the baseline's, over all common questions and over those where neither loops."""
     common = [name for name in accumulator.texts if name in base.texts]
     non_looping = [name for name in common if name not in accumulator.looping | base.looping]
     kept = _ratios(accumulator, base, depths, common)
@@ -80,16 +80,16 @@ def _shares(accumulator: MetricAccumulator, base: MetricAccumulator, depths: Seq
 
 
 def _of_mean(drafter: str, condition: Measured, conditions: Sequence[Measured], depths: Sequence[int]) -> dict[str, Any]:
-    """No baseline: a share of the conditions' mean."""
+    """Returns the acceptance length as a share of the conditions' mean, for suites without a baseline."""
     lengths = {one.name: one.accumulators[drafter].to_dict()["acceptance_length"] for one in conditions}
     means = {depth: sum(one[depth] for one in lengths.values()) / len(lengths) for depth in depths}
     return {"retention": {depth: lengths[condition.name][depth] / means[depth] for depth in depths}}
 
 
 def _overall(conditions: Sequence[Measured], depths: Sequence[int]) -> dict[str, Any]:
-    """Each drafter against the first over all conditions of the suite together.
+    """Compares each drafter with the first over all conditions of the suite together.
 
-    What is asked under several conditions is one sample, not several: its answers are alike, and so are their errors.
+    A question asked under several conditions is one sample, not several: its answers are alike, so their errors correlate.
     """
     names = list(conditions[0].accumulators) if conditions else []
     result = {}
@@ -108,14 +108,14 @@ def _overall(conditions: Sequence[Measured], depths: Sequence[int]) -> dict[str,
 def _ratios(
     accumulator: MetricAccumulator, base: MetricAccumulator, depths: Sequence[int], texts: Sequence[str]
 ) -> dict[int, dict[str, float | None]]:
-    """Of the acceptance lengths over these texts, by depth; 1 where there are none."""
+    """Returns the ratios of the acceptance lengths over these texts, by depth; 1 if there are no texts."""
     if not texts:
         return {depth: Estimate(1.0, None)._asdict() for depth in depths}
     return {depth: length_ratio(accumulator.counts(depth, texts), base.counts(depth, texts))._asdict() for depth in depths}
 
 
 def without_heads(figures: dict[str, Any]) -> dict[str, Any]:
-    """Figures per head are kept for the probes over all prompts; for every condition they would drown the rest."""
+    """Removes the figures per head, which would be most of the report; only the probes over all prompts keep them."""
     return {name: value for name, value in figures.items() if not name.endswith("_by_head")}
 
 
@@ -127,7 +127,7 @@ def plus_minus(ratio: dict[str, float | None], pairs: int = ENOUGH_PAIRS) -> str
     error = ratio["error"]
     if error is None or pairs < ENOUGH_PAIRS:
         return f"{ratio['value']:.2f}×"
-    return f"{ratio['value']:.2f} ± {error:.{2 if not 0 < error < 0.005 else 3}f}×"  # "± 0.00" would claim too much
+    return f"{ratio['value']:.2f} ± {error:.{2 if not 0 < error < 0.005 else 3}f}×"  # 3 digits rather than "± 0.00"
 
 
 def percent(share: float, error: float | None, pairs: int = ENOUGH_PAIRS) -> str:
@@ -135,7 +135,7 @@ def percent(share: float, error: float | None, pairs: int = ENOUGH_PAIRS) -> str
 
 
 class Share(NamedTuple):
-    """Of the baseline's acceptance length, over pairs of texts."""
+    """Acceptance length as a share of the baseline's, over pairs of texts."""
 
     value: float
     error: float | None
@@ -146,14 +146,14 @@ class Share(NamedTuple):
 
 
 class Retention(NamedTuple):
-    """Over all questions, and over those where neither answer loops (None: all do)."""
+    """The share over all questions, and over those where neither answer loops (None: in every pair one loops)."""
 
     all: Share
     non_looping: Share | None
 
     @property
     def least(self) -> Share:
-        """Loops are easy to draft and may hide a loss: where enough pairs are free of them, those count too."""
+        """The lower share. Loops are easy to draft and may hide a loss, so pairs without loops count too if enough exist."""
         both = (self.all, self.non_looping) if self.counts_non_looping else (self.all,)
         return min((share for share in both if share is not None), key=lambda share: share.value)
 
@@ -166,13 +166,13 @@ class Retention(NamedTuple):
         return "–" if self.non_looping is None else f"{self.non_looping} ({self.non_looping.pairs})"
 
     def __str__(self) -> str:
-        if self.non_looping is None or self.non_looping.pairs == self.all.pairs:  # all loop, or none does
+        if self.non_looping is None or self.non_looping.pairs == self.all.pairs:  # all pairs loop, or none
             return str(self.all)
         return f"{self.all}; {self.non_looping} without loops ({self.non_looping.pairs} pairs)"
 
 
 def retention(condition: dict[str, Any], name: str, depth: int) -> Retention:
-    """Where there is no baseline, the share is of the conditions' mean, and has no pairs of its own."""
+    """Returns a condition's retention. Without a baseline, it is a share of the conditions' mean and has no pairs."""
     one = condition["drafters"][name]
     error, pairs = (one.get("retention_error") or {}).get(depth), one.get("pairs", one["texts"])
     found = one["retention_not_looping"][depth] if one.get("pairs_not_looping") else None
@@ -181,14 +181,14 @@ def retention(condition: dict[str, Any], name: str, depth: int) -> Retention:
 
 
 def share_change(probes: dict[str, Any], name: str) -> tuple[float, float, float]:
-    """At step 1, at the drift step, and the change relative to the former: a small share can only move by little."""
+    """Returns a share at step 1, at the drift step, and the relative change, since a small share can only move a little."""
     first, last = probes[name][0], probes[name][probes["drift_step"] - 1]
     return first, last, last / first - 1 if first else 0.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One thing that a robust drafter must show."""
+    """One criterion for a robust drafter, with its result."""
 
     what: str
     limit: str
@@ -239,8 +239,8 @@ def _retention_verdict(what: str, limit: float, found: Retention, aside: str = "
 
 
 def verdict_table(figures: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows, a column a drafter. The mark goes by the figure itself, the lower one where there are two; (close): less
-    than two standard errors from the limit."""
+    """Returns head and rows, one column per drafter. The mark compares the figure with the limit; where there are two figures,
+    the lower one. (close): less than two standard errors from the limit."""
     names = [one["name"] for one in figures["drafters"]]
     by_name = {name: verdicts(figures, name) for name in names}
     rows = []

@@ -1,14 +1,14 @@
-"""Drafts from every answer position of known texts, with the drafter's own tokens, as when serving; probed on the way.
+"""Drafts from every answer position of known texts with the drafter's own tokens, as in serving, and measures probes meanwhile.
 
-Greedy acceptance depends on the target's greedy text alone: one rollout from each of its positions tells what any
-speculative run over it accepts, at every depth up to the one rolled out (`metrics.walk`). Sampled acceptance depends on
-the target's sampled text alone, too: given that the target wrote y, a draft drawn from q was y and accepted with probability
-min(1, q(y)/p(y)). A rollout at a temperature therefore follows the text and gives those probabilities.
+Greedy acceptance depends only on the target's greedy text: one rollout from each of its positions gives what any
+speculative run over it accepts, at every depth up to that of the rollout (`metrics.walk`). Sampled acceptance also depends
+only on the target's sampled text: given that the target wrote y, a draft drawn from q was y and accepted with probability
+min(1, q(y)/p(y)). A rollout at a temperature therefore follows the text and returns those probabilities.
 
     row t, step 0:  pair (x_{t+1}, g_t) at position t, drafts x_{t+2}
     row t, step j:  pair (own draft, fed-back state) at t+j; sees the step-0 keys of columns <= t and its own of steps 1…j
 
-Only the answers' rows are drafted from; what stands before passes once, to give its keys. All texts roll out together.
+Only answer rows draft; the prompt passes through the drafter once, for its keys. All texts roll out as one batch.
 Shapes: B texts, T columns, R rows of a text (M: of all texts, flat), J draft steps, D hidden size, H heads.
 """
 
@@ -27,40 +27,40 @@ from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import Attend
 
-# Attention probabilities held at once, in numbers: 64 M floats are 256 MB.
+# Attention probabilities held in memory at once: 64 M floats are 256 MB.
 PROBABILITIES_AT_ONCE = 1 << 26
-HEAD_ROWS = 4096  # rows that the head is applied to at once
-TARGET_HEAD_ROWS = 1024  # rows of the target's whole vocabulary held at once
+HEAD_ROWS = 4096  # rows per pass of the drafter's head
+TARGET_HEAD_ROWS = 1024  # rows per pass of the target's head, whose vocabulary is larger
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """M rows, those of the first text first."""
+    """The result of a rollout: M rows, in the order of the texts."""
 
     text_M: Tensor  # the text of each row
     drafted_MJ: Tensor  # target ids
-    # Probability that a draft is accepted once those before it were; greedy: 1 where it is the target's token.
+    # Probability that a draft is accepted, given that those before it were; greedy: 1 if it is the target's token.
     accept_prob_MJ: Tensor
-    inside_MJ: Tensor  # the text reaches that far; nothing is accepted past its end
-    rms_MJ: Tensor  # size of the state that each step gives to the next
-    cosine_MJ: Tensor  # of that state with the fused target state it stands in for
-    cosine_hidden_MJ: Tensor | None  # of what the drafter's head reads with what the target's reads there
+    inside_MJ: Tensor  # whether the text reaches that far; nothing is accepted past its end
+    rms_MJ: Tensor  # size of the state that each step passes to the next
+    cosine_MJ: Tensor  # of that state with the fused target state that it replaces
+    cosine_hidden_MJ: Tensor | None  # of the input of the drafter's head with the input of the target's head there
     attention: list[Tensor] | None  # per step, mean over layers: [M, H, ATTENTION]
 
     @property
     def on_path_MJ(self) -> Tensor:
-        """The state of a step has seen only tokens that the target wrote: all drafts before it stand."""
+        """Whether all drafts before a step were accepted, so that its state has seen only tokens that the target wrote."""
         accepted = (self.accept_prob_MJ > 0).long().cumprod(1)
         return torch.cat([torch.ones_like(accepted[:, :1]), accepted[:, :-1]], 1).bool()
 
     @property
     def matched_M(self) -> list[int]:
-        """Greedy: how many drafts from each row are the target's next tokens."""
+        """The number of drafts from each row that are the target's next tokens (greedy)."""
         return self.accept_prob_MJ.long().cumprod(1).sum(1).tolist()
 
 
 class RolloutAttention:
-    """The `attend` of one rollout: keeps the texts' step-0 keys of each layer, and each row's own later ones."""
+    """The `attend` of one rollout: keeps each layer's step-0 keys of the texts, and each row's own keys of later steps."""
 
     def __init__(self, batch: PaddedBatch, sink: int, probe: bool) -> None:
         self.batch, self.probe = batch, probe
@@ -93,7 +93,7 @@ class RolloutAttention:
         return attend
 
     def _causal(self, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor, window: int | None) -> Tensor:
-        """Padding stands on the right, where no row of the text looks."""
+        """Causal attention. Padding is on the right, so no row of a text attends to it."""
         mask = None
         if window is not None and window < len(self.column):
             ago = self.column[:, None] - self.column
@@ -104,7 +104,7 @@ class RolloutAttention:
         return out.transpose(1, 2)
 
     def _rows(self, layer: int, q_BRHE: Tensor, own: tuple[Tensor, Tensor] | None, window: int | None, step: int) -> Tensor:
-        """Attention of the drafting rows, from materialised probabilities; in pieces where they would be too many."""
+        """Attention of the drafting rows from materialised probabilities, in chunks of at most `PROBABILITIES_AT_ONCE`."""
         keys, values = (x.float() for x in self.context[layer])
         num_texts, num_rows, num_heads, size = q_BRHE.shape
         q = q_BRHE.unflatten(2, (keys.shape[2], -1)).float() * size**-0.5  # [B, R, K, G, E]
@@ -134,7 +134,7 @@ class RolloutAttention:
         return attention_figures(p_BRHS.flatten(0, 1), pivot.flatten(), sink, prompt).unflatten(0, p_BRHS.shape[:2])
 
     def _seen(self, part: slice, step: int, window: int | None) -> Tensor:
-        """Which keys each row sees, the text's and then its own: [B, R, T + step]."""
+        """Returns which keys each row sees, the text's and then its own: [B, R, T + step]."""
         row = self.batch.row_BR[:, part, None]
         seen = self.column <= row
         own = torch.ones(*row.shape[:2], step, dtype=torch.bool, device=row.device)
@@ -157,11 +157,12 @@ def roll_out(
     target_p: Tensor | None = None,
     temperature: float = 0.0,
 ) -> Rollout:
-    """`noise` α: each state that enters a draft step gets Gaussian noise of α times its own RMS; the context stays clean.
+    """Drafts `depth` steps from every answer row of the texts.
 
-    `temperature`: the texts were sampled at it, and `target_p` [M, J] is the probability that the target gave to the token
-    that each draft is accepted for (`target_probabilities`).
-    The drafter must have been lent the target's embedding and head where it has none (`EagleDrafter.share`).
+    `noise` α: each state that enters a draft step gets Gaussian noise of α times its own RMS; the context stays clean.
+    `temperature`: that at which the texts were sampled. `target_p` [M, J]: the probability that the target gave to the token
+    that each draft has to equal (`target_probabilities`).
+    A drafter without its own embedding or head must already share the target's (`EagleDrafter.share`).
     """
     batch = PaddedBatch([texts] if isinstance(texts, TargetText) else texts, drafter)
     device, is_row = batch.tokens_BT.device, batch.is_row_BR
@@ -186,15 +187,15 @@ def roll_out(
 
     target_hidden = batch.hidden_BTD
     if target_hidden is not None and target_hidden.shape[-1] != hidden.shape[-1]:
-        target_hidden = None  # the two cannot be compared
+        target_hidden = None  # different sizes cannot be compared
     row_positions = batch.first_B[:, None] + batch.row_BR
     steps: list[dict[str, Tensor]] = []
-    token = batch.tokens_BT  # of the step before, as drafted or as written
+    token = batch.tokens_BT  # of the step before: drafted (greedy) or the text's (sampled)
     for step in range(depth):
         if step:
             output = drafter(token.flatten(), noisy(state), (row_positions + step).flatten(), attention.at(step), highest)
             hidden, state = output.hidden_ND, output.feedback_ND
-        there = batch.row_BR + step + 1  # the column whose target state this step's output stands in for
+        there = batch.row_BR + step + 1  # the column whose target state this step's output replaces
         wanted = batch.at(batch.tokens_BT, there + 1)
         inside = there + 1 < batch.length_B[:, None]
         best, probability = _drafts(drafter, hidden, wanted.flatten(), temperature)
@@ -222,7 +223,8 @@ def roll_out(
 
 
 def _drafts(drafter: EagleDrafter, hidden_MD: Tensor, wanted_M: Tensor, temperature: float) -> tuple[Tensor, Tensor | None]:
-    """The likeliest token of each row; and at a temperature, the probability of the wanted one (0 outside the vocabulary)."""
+    """Returns each row's most likely token and, at a temperature, the probability of the wanted one (0 outside the draft
+    vocabulary)."""
     best, probabilities = [], []
     lookup = None
     for hidden, wanted in zip(hidden_MD.split(HEAD_ROWS), wanted_M.split(HEAD_ROWS), strict=True):
@@ -241,13 +243,11 @@ def _drafts(drafter: EagleDrafter, hidden_MD: Tensor, wanted_M: Tensor, temperat
 
 @torch.no_grad()
 def target_probabilities(decoder: Decoder, texts: Sequence[TargetText], depth: int, temperature: float) -> Tensor:
-    """[M, J]: of the token that draft j of each row stands for, at the temperature that the texts were sampled at.
-
-    1 past a text's end, where nothing is accepted anyway.
-    """
+    """Returns [M, J]: the target's probability, at the sampling temperature of the texts, of the token that draft j of each row
+    has to equal. 1 past a text's end, where nothing is accepted anyway."""
     parts = []
     for text in texts:
-        first = text.answer_start  # row 0 drafts x_{start + 1}, which the state at `start` gives
+        first = text.answer_start  # row 0 drafts x_{start + 1}, which the target predicts from its state at `start`
         assert text.hidden_TD is not None, "the target has read them"
         states, wanted = text.hidden_TD[first:-1], text.tokens_T[first + 1 :]
         found = [

@@ -1,7 +1,7 @@
-"""The robustness suites: the same question under many conditions, each a list of prompts that the target answers itself.
+"""The robustness suites: the same questions under many conditions, each a list of prompts that the target answers itself.
 
-Context lengths: a longer context changes what the target says, and some answers are easier to draft than others. So that length
-is what differs, every question is asked at every length, each answer begins with the first tokens that the target gave at the
+Context lengths: a longer context changes the target's answer, and some answers are easier to draft than others. To isolate the
+effect of length, every question is asked at every length, each answer begins with the first tokens that the target gave at the
 shortest length, and lengths are compared pair by pair.
 """
 
@@ -30,7 +30,7 @@ from fledge.tokenizer import Tokenizer
 @dataclass(frozen=True)
 class Condition:
     name: str
-    prompts: dict[str, TokenIds]  # by what they ask: conditions of a suite are compared question by question
+    prompts: dict[str, TokenIds]  # by question: conditions of a suite are compared question by question
     note: str = ""
 
 
@@ -39,7 +39,7 @@ class Suite:
     name: str
     explanation: str
     conditions: list[Condition] = field(default_factory=list)
-    baseline: str | None = None  # the condition that others are measured against; None: their mean
+    baseline: str | None = None  # the condition that the others are compared with; None: their mean
 
 
 def user(text: str) -> dict[str, str]:
@@ -47,7 +47,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def chosen(items: Sequence[Item], count: int) -> list[Item]:
-    """`count` of them over as many categories as possible."""
+    """Returns `count` items from as many categories as possible."""
     by_category: dict[str, list[Item]] = {}
     for item in items:
         by_category.setdefault(item.category, []).append(item)
@@ -81,7 +81,7 @@ def system_prompts(tokenizer: Tokenizer, items: Sequence[Item], names: Sequence[
         system = [] if text is None else [{"role": "system", "content": text}]
         try:
             prompts = {item.id: _own(tokenizer, [*system, user(item.turns[0])]) for item in items}
-        except RequestError:  # some templates refuse system prompts: they then lead the user's turn
+        except RequestError:  # some templates refuse system prompts: the text is then put before the user's turn
             prompts = {item.id: _own(tokenizer, [user(f"{text}\n\n{item.turns[0]}")]) for item in items}
         conditions.append(Condition(name, prompts))
     return Suite("system prompts", "The same prompts after system prompts of many kinds.", conditions, NONE_GIVEN)
@@ -120,7 +120,7 @@ Answer = Callable[[list[TokenIds]], list[list[int]]]
 def multi_turn(
     tokenizer: Tokenizer, items: Sequence[Item], count: int, answer: Answer, longest: int, end_ids: Sequence[int]
 ) -> Suite:
-    """Later turns follow the target's own earlier answers, so that turns are made one after the other."""
+    """Builds conversations turn by turn, since each turn contains the target's own earlier answers."""
     scripts = [*CONVERSATIONS, *(item.turns for item in items if len(item.turns) > 1)][:count]
     histories: list[list[dict[str, str]]] = [[] for _ in scripts]
     conditions = []
@@ -142,8 +142,8 @@ def multi_turn(
 
 
 def within(suite: Suite, longest: int) -> Suite:
-    """Without prompts that the model has no room for; a condition that loses some says so, one that loses all goes. If that was
-    the baseline, there is none."""
+    """Returns the suite without prompts longer than `longest` tokens. A condition that loses some gets a note, one that loses
+    all is dropped. If that was the baseline, the suite has none."""
     kept = []
     for condition in suite.conditions:
         prompts = {key: prompt for key, prompt in condition.prompts.items() if 0 < len(prompt) <= longest}
@@ -165,13 +165,13 @@ ABOUT_THE_TEXT = (
     "Explain the main idea of the text above to a friend who has not read it.",
     "Which questions does the text above leave open? List three of them.",
 )
-OPENING = 16  # tokens that all answers to a question have in common, or a quarter of a short answer
-# Characters a token stands for, at most: how much text to cut a context from.
+OPENING = 16  # tokens that all answers to a question have in common (a quarter of the answer if that is less)
+# Upper bound of characters per token: how much text to encode for a context of a given length.
 CHARACTERS_A_TOKEN = 12
 
 
 def questions(items: Sequence[Item], count: int, tokenizer: Tokenizer, room: int) -> list[str]:
-    """About the text and about anything else, in turn; short enough for `room` tokens."""
+    """Returns `count` questions, alternately about the text and from `items`; those of at most `room` tokens."""
     others = [item.turns[0] for item in items]
     others = [text for text in others if len(tokenizer.encode(text, add_special_tokens=False)) <= room]
     mixed: list[str] = []
@@ -191,7 +191,7 @@ def lengths(
     longest: int,
     source: str,
 ) -> Suite:
-    """`longest`: tokens a prompt may have. Where the model's limit lies between two sizes, it is measured as well."""
+    """Builds the context-length suite. `longest`: most tokens of a prompt; also a size if well above the last one that fits."""
     fitting = [size for size in sizes if size <= longest]
     if len(fitting) < len(sizes) and sizes[0] <= longest and longest > 1.2 * fitting[-1]:
         fitting.append(longest)
@@ -214,7 +214,7 @@ def lengths(
             for name, (number, question) in pairs.items()
         }
 
-    # A template's own text (a default system prompt) may leave a short context no room for the question.
+    # With a template's own text (a default system prompt), the question may not fit into a short context.
     while not all((shortest := prompts(fitting[0], {})).values()):
         del fitting[0]
         if not fitting:
@@ -230,7 +230,7 @@ def _prompt(tokenizer: Tokenizer, documents: list[Document], number: int, questi
     tokens = tokenizer.encode(text, add_special_tokens=False)
     keep = size - len(_own(tokenizer, [user(f"\n\n{question}")]))
     prompt: TokenIds = ()
-    while keep > 0:  # a cut in the middle of a word may take a token more
+    while keep > 0:  # a text cut inside a word may need one more token when it is encoded again
         prompt = _own(tokenizer, [user(f"{tokenizer.decode(tokens[:keep])}\n\n{question}")])
         if len(prompt) <= size:
             break
@@ -240,23 +240,23 @@ def _prompt(tokenizer: Tokenizer, documents: list[Document], number: int, questi
 
 @dataclass(frozen=True)
 class Settings:
-    max_tokens: int = 128  # of each answer
-    depth: int = 16  # drafted, on every suite
-    probe_depth: int = 16  # drafted, on the probes over all prompts
-    prompts: int = 24  # of each template and system prompt
+    max_tokens: int = 128  # per answer
+    depth: int = 16  # draft steps, on every suite
+    probe_depth: int = 16  # draft steps, for the probes over all prompts
+    prompts: int = 24  # per template and system prompt
     prompts_per_category: int = 0  # 0: all
     templates: tuple[str, ...] = TEMPLATE_NAMES
     system_prompts: tuple[str, ...] = tuple(SYSTEM_PROMPTS)
     lengths: tuple[int, ...] = LENGTHS
     documents: int = 4
-    questions: int = 6  # of each document
+    questions: int = 6  # per document
     noise: tuple[float, ...] = (0.1, 0.25, 0.5, 1.0)
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     conversations: int = 8
 
     @classmethod
     def quick(cls) -> Settings:
-        """Made for two minutes on two CPU cores."""
+        """Returns settings for a run of about two minutes on two CPU cores."""
         return cls(
             max_tokens=32,
             depth=7,

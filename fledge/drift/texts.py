@@ -1,7 +1,6 @@
-"""Texts that the target wrote, with the states a drafter reads; and many of them side by side, for one pass over all.
+"""Texts that the target wrote, with the states a drafter reads, and padded batches of them.
 
-Shapes: T tokens of a text (of the longest, where texts lie side by side), B texts, R rows (answer positions) of a text,
-D hidden size.
+Shapes: T tokens of a text (in a batch: of the longest), B texts, R rows (answer positions) of a text, D hidden size.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from fledge.progress import Report
 
 @dataclass(frozen=True)
 class TargetText:
-    """A text whose answer the target wrote, with the states that a drafter reads and one to compare with."""
+    """A text whose answer the target wrote, with the states that a drafter reads and the last one to compare with."""
 
     tokens_T: Tensor
     answer_start: int
     taps: list[Tensor]  # one [T, D] per tapped layer
-    hidden_TD: Tensor | None = None  # what the target's head reads; None: not kept
+    hidden_TD: Tensor | None = None  # input of the target's head; None: not kept
 
     @property
     def num_rows(self) -> int:
-        """Row t drafts x_{t+2}…: the first answer token comes from the target's own pass over the prompt."""
+        """Number of rows to draft from. Row t drafts x_{t+2} and on; the target's prefill gives the first answer token."""
         return max(0, len(self.tokens_T) - 1 - self.answer_start)
 
     @classmethod
@@ -51,7 +50,7 @@ class TargetText:
 
 @torch.no_grad()
 def read_texts(decoder: Decoder, texts: Sequence[tuple[Sequence[int], int]], taps: Sequence[int]) -> list[TargetText]:
-    """One pass of the target over all of them (tokens, answer start)."""
+    """Runs the target once over all texts, given as (tokens, answer start)."""
     device, lengths = decoder.norm.weight.device, [len(tokens) for tokens, _ in texts]
     flat = torch.tensor([token for tokens, _ in texts for token in tokens], device=device)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
@@ -63,7 +62,7 @@ def read_texts(decoder: Decoder, texts: Sequence[tuple[Sequence[int], int]], tap
 
 
 def in_groups(lengths: Sequence[int], room: int) -> Iterator[list[int]]:
-    """Indexes of texts of like length, at most `room` tokens a group with padding counted (a longer one goes alone)."""
+    """Yields groups of indexes of texts of similar length, at most `room` tokens each with padding; a longer text is alone."""
     group: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
         if group and lengths[index] * (len(group) + 1) > room:
@@ -75,10 +74,10 @@ def in_groups(lengths: Sequence[int], room: int) -> Iterator[list[int]]:
 
 
 class PaddedBatch:
-    """Texts in the rows of one batch, each from the first column that its drafts can see, padded on the right.
+    """A batch with one text per row, each from the first column that its drafts can see, padded on the right.
 
-    With a window, what lies further back than it reaches (through all layers) makes no difference and is left out: a text
-    of 8,000 tokens then costs no more than one of 600.
+    With an attention window, tokens further back than the window reaches through all layers have no effect and are left out:
+    a text of 8,000 tokens then costs no more than one of 600.
     """
 
     def __init__(self, texts: Sequence[TargetText], drafter: EagleDrafter) -> None:
@@ -90,7 +89,7 @@ class PaddedBatch:
             return pad_sequence([part[cut:] for part, cut in zip(parts, cuts, strict=True)], batch_first=True)
 
         self.tokens_BT = padded([text.tokens_T for text in texts])
-        # Each token's successor; the last has none yet, and its row is never drafted from.
+        # Each token's successor; the last token has none, and no draft starts from its row.
         self.paired_BT = padded([torch.cat([text.tokens_T[1:], text.tokens_T[-1:]]) for text in texts])
         taps = [padded(layer) for layer in zip(*(text.taps for text in texts), strict=True)]
         self.fused_BTD = drafter.fuse([tap.flatten(0, 1) for tap in taps]).unflatten(0, self.tokens_BT.shape)
@@ -104,13 +103,13 @@ class PaddedBatch:
         self.length_B = by_text([len(text.tokens_T) for text in texts]) - self.first_B
         self.prompt_length_B = by_text([text.answer_start for text in texts]) - self.first_B
         self.num_rows_B = by_text([text.num_rows for text in texts])
-        row = torch.arange(max(1, *(text.num_rows for text in texts)), device=device)  # one at least, if only to be left out
+        row = torch.arange(max(1, *(text.num_rows for text in texts)), device=device)  # at least one row, masked if unused
         self.is_row_BR = row < self.num_rows_B[:, None]
         self.row_BR = torch.minimum(self.prompt_length_B[:, None] - 1 + row, self.length_B[:, None] - 1)  # as columns
         self.highest_position = max(cuts) + self.tokens_BT.shape[1]
 
     def at(self, values: Tensor, column_BR: Tensor) -> Tensor:
-        """`values` [B, T, …] at columns of each text; past its end: at its last column."""
+        """Gathers `values` [B, T, …] at columns of each text; columns past its end give its last column."""
         column = torch.minimum(column_BR, self.length_B[:, None] - 1)
         return values[torch.arange(len(values), device=values.device)[:, None], column]
 
@@ -120,7 +119,7 @@ SEED = 1234  # of sampled answers
 
 
 class Answers:
-    """The target's answers, each made once and shared by all drafters."""
+    """The target's answers, each generated once and shared by all drafters."""
 
     def __init__(self, decoder: Decoder, config: EngineConfig, max_tokens: int, on_progress: Report) -> None:
         self.decoder, self.config, self.max_tokens, self.progress = decoder, config, max_tokens, on_progress
@@ -144,7 +143,7 @@ class Answers:
         return [self.known[prompt, temperature] for prompt in prompts]
 
     def release(self) -> None:
-        """Gives the generator's cache back; answers stay."""
+        """Frees the generator's KV cache and keeps the answers."""
         self._generator = None
         release_memory(torch.device(self.config.device))
 
@@ -154,12 +153,12 @@ class Answers:
 
 @dataclass
 class DrafterUnderTest:
-    """One drafter under study."""
+    """One drafter that the lab measures."""
 
     name: str
     network: EagleDrafter
-    parameters: int  # its own, before packing
-    trained: dict[str, Any]  # what is known of its training: sequence_length, ttt_steps, augmented, templates, learning_rate …
+    parameters: int  # number of its own parameters, before weights are packed
+    trained: dict[str, Any]  # recorded facts of its training: sequence_length, ttt_steps, augmented, templates, …
     weights_sha256: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,26 +179,26 @@ def load_subjects(names: Sequence[str], model: str, decoder: Decoder, config: En
         label, equals, where = name.partition("=")
         found = Speculation(where if equals else name).resolve_drafter(model)
         if found is None or found == "ngram":
-            raise ModelError(f"drafter {name!r} is no EAGLE drafter, so it has no states to look at; name a drafter's folder")
+            raise ModelError(f"drafter {name!r} is not an EAGLE drafter, so it has no states to measure; give another folder")
         assert not isinstance(found, EagleDrafter), "names are resolved to names"
         network = load_drafter(found, decoder.config)
         size = sum(parameter.numel() for parameter in network.parameters())
         label = label if equals else _label(Path(found), {subject.name for subject in subjects})
         if label in {subject.name for subject in subjects}:
-            raise UserError(f"two drafters are called {label!r}; give them other names")
+            raise UserError(f"two drafters are called {label!r}; give each a label of its own, as label=folder")
         folder = Path(found)
         subjects.append(DrafterUnderTest(label, fit(network, config), size, _training_of(folder), _hash_of(folder)))
     return subjects
 
 
 def _hash_of(folder: Path) -> str | None:
-    """Of the weights' files one after the other: a name says little about which drafter it was."""
+    """Returns the hash of the weight files in order; it identifies the drafter better than its name."""
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     return hash_files(files) if files else None
 
 
 def _training_of(folder: Path) -> dict[str, Any]:
-    """What a drafter's folder says of its training (its last stage): longest text, draft steps, templates, optimiser."""
+    """Reads facts of a drafter's (last) training run from its folder: longest text, draft steps, templates, optimizer."""
     provenance = Provenance.read(folder)
     try:
         recipe = provenance.recipe or {}
@@ -222,7 +221,7 @@ def _training_of(folder: Path) -> dict[str, Any]:
 
 
 def _label(folder: Path, taken: set[str]) -> str:
-    """The folder's name, or as much more of its path as sets it apart."""
+    """Returns the folder's name, with as many parent folders before it as make it unique."""
     label = folder.resolve().name
     for parent in folder.resolve().parents:
         if label not in taken:

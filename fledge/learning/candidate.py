@@ -1,8 +1,8 @@
-"""The weights in training: fp32 masters, their optimiser, and the mean of the last steps, which is what the gate judges.
+"""The weights in training: fp32 masters, their optimizer state, and the mean over the last steps, which the gate judges.
 
-A training step is cut into micro-steps on a CPU, where it takes seconds; on a GPU it is one, compiled.
+On a CPU a training step takes seconds, so it is split into micro-steps; on a GPU it is one compiled micro-step.
 
-for each micro-batch: unrolled drafter ─▶ loss and its gradients, some positions at a time ─▶ backward        then: update
+for each micro-batch: unrolled drafter ─▶ loss and its gradients, in chunks of positions ─▶ backward        then: update
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from fledge.training.targets.target import TargetStates
 from fledge.training.ttt import TrainBatch, step_masks
 
 WARM_UP_STEPS = 8
-# Steps that a candidate's weights are the mean of, about. Small batches leave noise in the weights: after 64 steps on
-# translations the mean gained 10.4 % and lost 2.0 % on the fixed set, the weights of the last step 9.4 % and 3.3 %.
+# A candidate's weights are a moving mean over about this many steps. Small batches leave noise in the weights: after 64 steps
+# on translations the mean gained 10.4 % and lost 2.0 % on the fixed set, the weights of the last step 9.4 % and 3.3 %.
 AVERAGED_STEPS = 24
-MOST_SLOWDOWN = 32  # of the learning rate, by halvings
-SPEED_UP, MOST_SPEEDUP = 1.25, 2  # of the learning rate, when a candidate was accepted; and by all of them
+MOST_SLOWDOWN = 32  # the learning rate is halved at most down to the configured one / 32
+SPEED_UP, MOST_SPEEDUP = 1.25, 2  # factor on the learning rate per accepted candidate, and the most over all of them
 
 
 class Candidate:
     def __init__(
         self, master: EagleDrafter, target: ServedTarget, config: LearnConfig, weights: dict[str, Tensor], num_positions: int
     ) -> None:
-        """`master`: its weights become those in training; they start as `weights`. `num_positions`: of the longest text."""
+        """`master`: the drafter that is trained; it starts from `weights`. `num_positions`: of the longest text."""
         self.target, self.config, self.device, self.num_positions = target, config, target.device, num_positions
         self.master = master.to(self.device).train().requires_grad_(True)
         self.is_cpu = self.device.type == "cpu"
@@ -47,8 +47,8 @@ class Candidate:
         self.start_over(weights, config.learning_rate)
 
     def build_objective(self, *, compiled: bool) -> Objective:
-        """Compiled on a GPU: launched one by one, operations took 65 ms for 4,096 tokens on an H200, while a training run,
-        compiled, takes 38 ms for 32,768."""
+        """Builds the training objective, compiled on a GPU: on an H200, uncompiled operations took 65 ms for 4,096 tokens; a
+        compiled training run takes 38 ms for 32,768."""
         config, dtype = self.config, training_dtype(self.device)
         chunk_rows = loss_rows(self.master.config, config, is_cpu=self.is_cpu)
         return Objective(
@@ -62,11 +62,11 @@ class Candidate:
         )
 
     def start_over(self, weights: dict[str, Tensor], learning_rate: float) -> None:
-        """Trains on from these weights, with fresh moments."""
+        """Restarts training from these weights, with fresh optimizer moments."""
         self.load(weights)
         self.learning_rate = learning_rate
         self.optimizer = build_optimizers(self.master, OptimizerRecipe(learning_rate=self.config.learning_rate))
-        self.optimizer.zero_grad()  # of a step that was left undone
+        self.optimizer.zero_grad()  # gradients of an interrupted step
         self.steps_since_start = 0
         self.average = [parameter.detach().clone() for parameter in self.parameters]
 
@@ -76,7 +76,7 @@ class Candidate:
             parameter.copy_(weights[name])
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of what the gate judges."""
+        """Returns a copy of the averaged weights, which the gate judges."""
         names = [name for name, _ in self.master.named_parameters()]
         return {name: value.clone() for name, value in zip(names, self.average, strict=True)}
 
@@ -89,7 +89,7 @@ class Candidate:
 
     @torch.enable_grad()
     def train(self, samples: Sequence[Sample]) -> Generator[Kind, None, bool]:
-        """One step; False, and the weights unchanged, if its loss or gradient is not finite."""
+        """Runs one step. If its loss or gradient is not finite, returns False and leaves the weights unchanged."""
         groups = [samples] if not self.is_cpu else micro_batches(samples, self.config.micro_batch_tokens)
         rows = [pack(group, self._length(group)) for group in groups]
         batches = [self.objective.plan(row).to(self.device) for row, _ in rows]
@@ -118,13 +118,13 @@ class Candidate:
 
     @torch.enable_grad()
     def _accumulate(self, batch: TrainBatch, weights_K: Tensor, states: TargetStates) -> Generator[Kind, None, Tensor]:
-        """Adds a micro-batch's gradients to the parameters'; its loss."""
+        """Accumulates the gradients of a micro-batch and returns its loss."""
         objective = self.objective
         if objective.compute_dtype is None:
             states = TargetStates([tap.float() for tap in states.taps], states.hidden_ND.float())
         masks = step_masks(batch.start_BT, self.config.ttt_steps, self.master.config.window, flex=self.device.type == "cuda")
         hidden = objective.unroll(states.taps, batch.tokens_BT, batch.positions_BT, masks)
-        # The loss reads copies without a history: its gradients come in parts, and go through the drafter once.
+        # The loss reads detached copies: its gradients are computed in chunks, and one backward goes through the drafter.
         ends = [one.detach().requires_grad_() for one in hidden]
         head = self.master.head.weight
         assert isinstance(head, Tensor)
@@ -145,14 +145,14 @@ class Candidate:
         return total
 
     def _length(self, samples: Sequence[Sample]) -> int:
-        """On a GPU always the same: a step is compiled for it."""
+        """Returns the row length: on a GPU always `batch_tokens`, for which the step is compiled."""
         if not self.is_cpu:
             return self.config.batch_tokens
         return -(-sum(one.num_states for one in samples) // 16) * 16
 
 
 def micro_batches(samples: Sequence[Sample], room: int) -> list[list[Sample]]:
-    """Samples in groups of at most `room` tokens; a longer one is alone."""
+    """Splits samples into groups of at most `room` tokens; a longer sample is a group of its own."""
     groups: list[list[Sample]] = []
     left = 0
     for sample in samples:
@@ -165,7 +165,7 @@ def micro_batches(samples: Sequence[Sample], room: int) -> list[list[Sample]]:
 
 
 def pack(samples: Sequence[Sample], length: int) -> tuple[PackedBatch, TargetStates]:
-    """One row with one text after the other, and their hidden states beside it; padding is zero."""
+    """Concatenates the texts into one row of `length` tokens, and their hidden states likewise; padding is zero."""
     texts = [one.text for one in samples if one.text is not None]
     assert len(texts) == len(samples), "a text without hidden states"
     lengths = [len(text.tokens_T) for text in texts]
@@ -177,7 +177,7 @@ def pack(samples: Sequence[Sample], length: int) -> tuple[PackedBatch, TargetSta
     tokens[0, :total] = torch.cat([text.tokens_T for text in texts])
     at = 0
     for number, (sample, text, size) in enumerate(zip(samples, texts, lengths, strict=True), 1):
-        # After the first token of a long text, so many are left out.
+        # `num_skipped` tokens after the first one of a long text are left out.
         positions[0, at + 1 : at + size] = torch.arange(1, size) + sample.num_skipped
         document[0, at : at + size] = number
         loss[0, at + max(text.answer_start, 1) : at + size] = True

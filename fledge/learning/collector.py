@@ -1,4 +1,4 @@
-"""What finished requests leave behind: samples to learn from, and live acceptance by domain and client."""
+"""Collects from finished requests: samples to learn from, and live acceptance by domain and client."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from fledge.learning.samples import CLIENT_SHARE, Sample, SampleRing
 from fledge.learning.served import ServedDrafter
 from fledge.learning.target import ServedTarget
 
-LATELY = 256  # requests that clients' shares are counted over, about
+LATELY = 256  # clients' shares are counted over about this many recent requests
 NOVEL_PRIORITY, SHORTENED_PRIORITY = 0.5, 1.0  # added to a sample's priority
-PROMPT_TOKENS = 64  # a domain is told by the answer and by so many tokens before it
-ANSWER_TOKENS = 1024
+PROMPT_TOKENS = 64  # the domain is computed from the last tokens of the prompt …
+ANSWER_TOKENS = 1024  # … and the first tokens of the answer
 
 BINS = 512  # of a text's histogram of hashed tokens
-# A text less like all centres than this opens a cluster of its own, while there is room. Two prompts of one template are at
-# about 0.8, two languages below 0.2.
+# A text whose similarity to all centres is lower opens a new cluster, if there is room. Two prompts of one template have a
+# similarity of about 0.8, two languages below 0.2.
 NOVEL_BELOW = 0.35
-FOLLOW = 0.05  # how far a centre moves towards a text of its cluster
-# A cluster that none of so many texts belonged to may give its place to a new one. Fewer, and a client that sends nothing but
-# new words would replace what others still use.
+FOLLOW = 0.05  # fraction by which a centre moves towards a new text of its cluster
+# A cluster unused for this many texts may be replaced by a new one. With a lower number, a client that sends only new words
+# would replace clusters that others still use.
 RETIRE_AFTER = 512
 
 
 class Admission:
-    """Which finished requests are looked at: so many a second. A client with more than its share leaves room for others."""
+    """Limits how many finished requests per second are considered. A client above its share leaves room for others."""
 
     def __init__(self, per_second: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.per_second, self.clock = per_second, clock
-        # Credit that only clients below their share may use: a client that takes all the rest cannot take this.
+        # Credit that only clients below their share may use, so that one client cannot take all of it.
         self.reserve = CLIENT_SHARE * per_second
         self.credit = self.most_credit = per_second + self.reserve
-        self.looked_at: Counter[str] = Counter()  # lately, by client
+        self.looked_at: Counter[str] = Counter()  # recently admitted requests by client
         self._at = clock()
 
     def admits(self, client: str) -> bool:
@@ -58,27 +58,27 @@ class Admission:
         return True
 
     def is_over_share(self, client: str) -> bool:
-        """Whether it has more than its share while others are there."""
+        """Whether a client has more than its share while there are other clients."""
         return len(self.looked_at) > 1 and self._is_largest(client)
 
     def _is_largest(self, client: str) -> bool:
-        # The largest client alone: of four alike, each would be a little over a quarter at times.
+        # Only the largest client counts as over its share: of four equal ones, each is slightly above a quarter at times.
         count = self.looked_at[client]
         return count > CLIENT_SHARE * self.looked_at.total() and count == max(self.looked_at.values())
 
 
 class Domains:
-    """Clusters of texts by the words they use: leader clustering of token histograms, in one pass. No text is kept."""
+    """Clusters of texts by their words: one-pass leader clustering of token histograms. No text is kept."""
 
     def __init__(self, max_clusters: int = 8) -> None:
         self.max_clusters = max_clusters
         self.centres_KB = np.zeros((0, BINS), np.float32)
         self.ids: list[int] = []  # of the clusters; a new one gets a new id
-        self.last_used: list[int] = []  # by which text
+        self.last_used: list[int] = []  # number of the last text in each cluster
         self.num_texts = self._next_id = 0
 
     def assign(self, tokens: Sequence[int]) -> tuple[int, float]:
-        """The cluster of a text, and how novel the text is: 0 like its cluster, 1 like nothing before."""
+        """Returns the cluster of a text and its novelty: 0 for a text just like its cluster, 1 for one unlike all before."""
         bins = (np.asarray(tokens, np.uint64) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(55)  # 9 bits: BINS
         histogram = np.sqrt(np.bincount(bins.astype(np.int64), minlength=BINS)).astype(np.float32)
         histogram /= max(float(np.linalg.norm(histogram)), 1e-9)
@@ -88,7 +88,7 @@ class Domains:
         self.num_texts += 1
         if 1.0 - novelty < NOVEL_BELOW:
             if len(self.ids) == self.max_clusters and not self._retire():
-                return self.ids[best], novelty  # it does not belong there, and does not move the centre
+                return self.ids[best], novelty  # nearest cluster; the text is unlike it, so it does not move the centre
             self.centres_KB = np.concatenate([self.centres_KB, histogram[None]])
             self.ids.append(self._next_id)
             self.last_used.append(self.num_texts)
@@ -100,7 +100,7 @@ class Domains:
         return self.ids[best], novelty
 
     def _retire(self) -> bool:
-        """Drops the least recently used cluster; False: all are in use."""
+        """Drops the least recently used cluster; returns False if all are in use."""
         least = min(range(len(self.ids)), key=self.last_used.__getitem__)
         if self.num_texts - self.last_used[least] < RETIRE_AFTER:
             return False
@@ -128,19 +128,19 @@ class Collector:
         self.requests = self.opted_out = self.skipped = 0
         self.shortened: set[str] = set()  # ids of running requests that the drift guard shortened
         self.lengths_before: dict[int, float] = {}  # acceptance length by domain, before anything was learnt
-        self._salt = secrets.token_bytes(16)  # clients are told apart by a hash that means nothing elsewhere
+        self._salt = secrets.token_bytes(16)  # clients are identified by a hash that is useless outside this process
 
     def watch(self, deltas: Sequence[Delta]) -> None:
-        """After each step: which requests the drift guard shortens."""
+        """Records after each step for which requests the drift guard reduces the depth."""
         guard = self.engine.controller.guard
         if guard is not None and guard.counts.shortened:
-            self.shortened &= self.engine.requests.keys() | {d.request.id for d in deltas}  # not of those that were aborted
+            self.shortened &= self.engine.requests.keys() | {d.request.id for d in deltas}  # removes aborted requests
             self.shortened |= {d.request.id for d in deltas if guard.depth(d.request) < guard.limit}
 
     def take_in(self, requests: Sequence[Request]) -> int:
-        """How many of these finished requests became samples."""
+        """Makes samples of finished requests, and returns how many became one."""
         num_samples = sum(self._take_in(request) for request in requests)
-        self.engine.executor.drop_states(requests)  # of those that were not taken
+        self.engine.executor.drop_states(requests)  # of the requests that did not become samples
         return num_samples
 
     def _take_in(self, request: Request) -> bool:
@@ -153,7 +153,7 @@ class Collector:
             return False
         self.requests += 1
         client = self.client(request.client)
-        if not self.admission.admits(client):  # at thousands of tokens a second, looking at each would take the budget
+        if not self.admission.admits(client):  # at thousands of tokens/s, processing every request would use up the budget
             self.skipped += 1
             return False
         prompt, tokens = request.prompt, request.tokens
@@ -178,7 +178,7 @@ class Collector:
         return hashlib.blake2b(name.encode(), key=self._salt, digest_size=8).hexdigest()
 
     def _note_live(self, request: Request, domain: int, client: str) -> float:
-        """Adds a request's acceptance to the live figures; the share of its drafts that was rejected."""
+        """Adds a request's acceptance to the live figures, and returns the share of its drafts that was rejected."""
         stats, live = request.stats, self.served.live
         self.served.note_passes(request.num_answer, stats.accepted)
         if not stats.steps:

@@ -1,4 +1,4 @@
-"""The fixed set: the target's answers to prompts that are not traffic. Half is replayed in training, half judges candidates."""
+"""The fixed set: the target's answers to prompts that are not traffic. Half is replayed in training, half used by the gate."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from fledge.learning.config import LearnConfig
 from fledge.learning.samples import LEAST_ANSWER, Sample
 from fledge.sampling import SamplingParams
 
-BUILT_IN = Path(__file__).with_name("fixed_prompts.txt")  # one a line, the kinds mixed
+BUILT_IN = Path(__file__).with_name("fixed_prompts.txt")  # one prompt per line, of mixed kinds
 
 
 @dataclass
 class FixedSet:
-    """Texts that new generations must not get worse on."""
+    """Texts on which new generations must not get worse."""
 
     replay: list[Sample] = field(default_factory=list)
     judged: list[Sample] = field(default_factory=list)
-    counts: dict[int, dict[Sample, Count]] = field(default_factory=dict)  # of the judged, by generation
+    counts: dict[int, dict[Sample, Count]] = field(default_factory=dict)  # of the `judged` samples, by generation
 
     @classmethod
     def of(cls, texts: Sequence[Sample]) -> FixedSet:
         return cls(list(texts[::2]), list(texts[1::2]))
 
     def baseline(self, serving: int) -> list[Count]:
-        """What a candidate is compared with: the first generation or the one that is served, whichever accepts more."""
+        """Returns the counts to compare a candidate with: of the first or the serving generation, whichever accepts more."""
         known = [list(self.counts[one].values()) for one in (0, serving) if one in self.counts]
         return max(known, key=lambda counts: acceptance_length(counts).value, default=[])
 
     def keep(self, counts: dict[Sample, Count], serving: int) -> None:
-        """Those of the generation that is served now; of others the first one's stay."""
+        """Stores the counts of the serving generation. Of the others, only those of the first generation are kept."""
         self.counts = {one: known for one, known in self.counts.items() if one == 0} | {serving: counts}
 
 
 def answer(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Sample]:
-    """The target's greedy answers, by the engine itself; before it serves."""
+    """Generates the target's greedy answers with the engine itself, before it serves."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     hook, engine.hook = engine.hook, None
     requests: list[Request] = []
@@ -52,19 +52,19 @@ def answer(engine: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) ->
     finally:
         engine.hook = hook
         for request in requests:
-            engine.abort(request)  # those that a failure left
+            engine.abort(request)  # only has an effect on requests left over after an error
     return [Sample(request.tokens, len(request.prompt)) for request in requests if request.num_answer >= LEAST_ANSWER]
 
 
 def prompts_of(engine: Engine, learn: LearnConfig) -> list[list[int]]:
-    """Single questions, as the chat template has them: of `learn.replay`, or the built-in ones."""
+    """Returns single questions, rendered with the chat template: those of `learn.replay`, or the built-in ones."""
     if (tokenizer := engine.tokenizer) is None:
         return []
     if learn.replay is None:
         texts = BUILT_IN.read_text(encoding="utf-8").splitlines()
     else:
         texts = [item.turns[0] for item in load_items(learn.replay)]
-        texts = texts[:: max(1, len(texts) // learn.fixed_texts)]  # of the whole file
+        texts = texts[:: max(1, len(texts) // learn.fixed_texts)]  # spread over the whole file
     prompts: list[list[int]] = []
     for text in texts:
         if tokenizer.has_chat_template:

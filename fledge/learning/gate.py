@@ -1,7 +1,7 @@
-"""Which candidate may be served: paired on the same texts, better on recent traffic beyond noise, no worse on the fixed set.
+"""The gate: on the same texts, a candidate must beat the serving drafter on recent traffic, and lose nothing on the fixed set.
 
-And the roll-back: live acceptance after a swap against before it, within each domain cluster. No single client can cause it,
-once the others have four requests in a domain before and after the swap.
+The roll-back check compares live acceptance after a swap with that before it, within each domain cluster. No single client can
+cause a roll-back once the others have four requests in a domain before and after the swap.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fledge.drift.texts import TargetText
 from fledge.learning.config import LearnConfig
 from fledge.models.drafter import EagleDrafter
 
-LEAST_TEXTS = 4  # of a domain, to judge it apart
-# A domain may not lose this share of its acceptance length, beyond noise, whatever the others gain.
+LEAST_TEXTS = 4  # texts that a domain needs to be judged separately
+# No domain may lose more than this share of its acceptance length beyond noise, whatever the others gain.
 MAX_DOMAIN_LOSS = 0.02
-# Roll-back: requests since the swap that are needed, how clear the fall must be, and requests after which it is not looked for
-# any more: traffic changes too.
+# Roll-back: requests needed since the swap; the fall as a share of acceptance, and in standard errors, that triggers it; and
+# requests after which the check ends, because by then the traffic has changed too.
 LEAST_REQUESTS, CLEAR_FALL, FALL_ERRORS, COMPARED_REQUESTS = 24, 0.03, 3.0, 400
-MAX_CLIENTS = 64  # told apart in live figures; all others count as one
+MAX_CLIENTS = 64  # counted separately in live figures; all others count as one client
 
 
 @torch.no_grad()
 def accepted_counts(drafter: EagleDrafter, texts: Sequence[TargetText], depth: int) -> list[Count]:
-    """What greedy chains of this depth accept over each text."""
+    """Returns what greedy drafts of this depth accept on each text."""
     rollout = roll_out(drafter, texts, depth, probe=False)
     rows = torch.bincount(rollout.text_M, minlength=len(texts)).tolist()
     matched = rollout.accept_prob_MJ.long().cumprod(1).sum(1).cpu().split(rows)
@@ -39,7 +39,7 @@ def accepted_counts(drafter: EagleDrafter, texts: Sequence[TargetText], depth: i
 
 @dataclass(frozen=True)
 class Decision:
-    """Of one candidate, with the figures it was made by."""
+    """The decision on one candidate, with its figures."""
 
     accepted: bool
     reason: str
@@ -49,7 +49,7 @@ class Decision:
     fixed_before: float | None = None  # of the first generation or the serving one, whichever is better
     fixed_after: float | None = None
     num_texts: int = 0
-    is_worse: bool = False  # beyond noise, somewhere
+    is_worse: bool = False  # worse beyond noise on some group of texts
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,7 +64,7 @@ def judge(
     fixed_after: Sequence[Count] = (),
     clients: Sequence[str] = (),
 ) -> Decision:
-    """`before`, `after`: serving drafter and candidate on the same recent texts; `domains`, `clients`: of those."""
+    """Compares a candidate's counts (`after`) with the serving drafter's (`before`); `domains`, `clients`: of the texts."""
     ratio = length_ratio(after, before)
     error = ratio.error if ratio.error is not None else math.inf
     figures: dict[str, Any] = {
@@ -87,7 +87,7 @@ def judge(
             is_worse = lost > config.max_fixed_loss + noise
             return Decision(False, f"loses {lost:.1%} on the fixed set", is_worse=is_worse, **figures)
     groups = {f"in domain {domain}": [i for i, one in enumerate(domains) if one == domain] for domain in sorted(set(domains))}
-    if clients:  # a flood's gain must not hide what all others lose
+    if clients:  # the gain of one busy client must not hide a loss of all others
         most = max(sorted(set(clients)), key=clients.count)
         groups["for all but one client"] = [i for i, one in enumerate(clients) if one != most]
     for name, mine in groups.items():
@@ -120,11 +120,11 @@ class Live:
     steps: int = 0
     accepted: int = 0
     by_domain: dict[int, list[float]] = field(default_factory=dict)
-    by_client: dict[str, dict[int, list[float]]] = field(default_factory=dict)  # and domain
+    by_client: dict[str, dict[int, list[float]]] = field(default_factory=dict)  # by client, then domain
 
     def add(self, domain: int, client: str, steps: int, accepted: int, first_accepted: int) -> None:
-        """`first_accepted`: steps whose first draft token was accepted. Their share is what is compared: later positions are
-        harder, and how many there are follows the load."""
+        """Adds a request. `first_accepted`: steps whose first draft token was accepted. The roll-back check compares their
+        share: later draft positions are harder, and how many there are depends on the load."""
         self.requests += 1
         self.steps += steps
         self.accepted += accepted
@@ -136,13 +136,13 @@ class Live:
             sums[domain] = [sum(pair) for pair in pairs]
 
     def keep(self, domains: Collection[int]) -> None:
-        """Drops the figures of all other domains: a retired cluster's id does not come again."""
+        """Drops the figures of all other domains; the id of a retired cluster is never used again."""
         for sums in (self.by_domain, *self.by_client.values()):
             for retired in sums.keys() - set(domains):
                 del sums[retired]
 
     def without(self, client: str) -> dict[int, list[float]]:
-        """By domain, of all other clients."""
+        """Returns the sums by domain of all other clients."""
         mine = self.by_client.get(client, {})
         return {
             domain: [a - b for a, b in zip(sums, mine.get(domain, NO_SUMS), strict=True)]
@@ -159,10 +159,10 @@ class Live:
 
 
 def has_fallen(before: Live, after: Live) -> bool:
-    """Whether live acceptance is clearly lower than under the generation before, within the domains that both have seen.
+    """Whether live acceptance is clearly lower than under the generation before, within the domains that both have served.
 
-    It must be so without any one client, too: its texts may have become harder, or easy ones have stopped coming. Where the
-    others have too few requests to say, they do not count.
+    It must also be lower without any single client, whose texts may just have become harder. If the other clients have too few
+    requests to decide, this second condition is skipped.
     """
     if after.requests < LEAST_REQUESTS or not _is_lower(before.by_domain, after.by_domain):
         return False
@@ -171,7 +171,7 @@ def has_fallen(before: Live, after: Live) -> bool:
 
 
 def _is_lower(before: dict[int, list[float]], after: dict[int, list[float]]) -> bool | None:
-    """None: there are too few requests to say."""
+    """Whether acceptance is clearly lower; None if there are too few requests to decide."""
     weight = difference = variance = base = 0.0
     for domain in before.keys() & after.keys():
         if min(before[domain][0], after[domain][0]) < LEAST_TEXTS:

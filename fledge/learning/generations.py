@@ -1,8 +1,8 @@
-"""Generations of a drafter on disk, with the figures they were accepted by; written whole or not at all.
+"""Generations of a drafter on disk, with the gate's figures. Each is written atomically.
 
-DIR/generation-0003/   drafter files in fp32, `figures.json`: servable by `fledge serve --drafter`
+DIR/generation-0003/   drafter files in fp32 and `figures.json`; can be served with `fledge serve --drafter`
 DIR/current.json       {"generation": 3}: replaced last; a server killed during a save restarts with the generation before
-DIR/history.jsonl      one line a swap, refusal, roll-back or point of the curve
+DIR/history.jsonl      one line per swap, refusal, roll-back or point of the curve
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fledge.models.decoder import Decoder
 from fledge.models.drafter import EagleDrafter
 
 _NAME = re.compile(r"generation-(\d+)")
-SAMPLES = 64  # places of a file or a tensor that are read
+SAMPLES = 64  # places in a weight file that are read for its hash
 SAMPLE_BYTES = 4096
 
 
@@ -40,12 +40,12 @@ class Generations:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"--learn-dir {folder}: cannot be made ({error})") from None
+            raise UserError(f"--learn-dir {folder}: cannot be created ({error})") from None
         self.history = self.folder / "history.jsonl"
 
     def lock(self) -> Generations:
-        """Until `close`, or until the process ends: two servers would overwrite each other's generations. Removes what one that
-        was killed left."""
+        """Locks the folder until `close` or until the process ends, since two servers would overwrite each other's generations.
+        Removes temporary files of a server that was killed."""
         try:
             self._lock = (self.folder / ".lock").open("w")
         except OSError as error:
@@ -54,12 +54,12 @@ class Generations:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self.close()
-            raise UserError(f"--learn-dir {self.folder}: another server learns there; give another folder") from None
+            raise UserError(f"--learn-dir {self.folder}: in use by another server; give another folder") from None
         for left in self.folder.glob(".generation-*"):
             shutil.rmtree(left, ignore_errors=True)
         for left in self.folder.glob(".current.json.*"):
             left.unlink(missing_ok=True)
-        if self.history.is_file() and not (content := self.history.read_bytes()).endswith(b"\n"):  # by one killed in a line
+        if self.history.is_file() and not (content := self.history.read_bytes()).endswith(b"\n"):  # killed while writing
             os.truncate(self.history, content.rfind(b"\n") + 1)
         return self
 
@@ -73,19 +73,19 @@ class Generations:
 
     @property
     def current(self) -> int | None:
-        """The generation to go on with; None: there is none yet."""
+        """The generation to continue with; None if there is none yet."""
         try:
             number = int(json.loads((self.folder / "current.json").read_text())["generation"])
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{self.folder / 'current.json'}: cannot be read ({error}); delete it to start anew") from None
+            raise UserError(f"{self.folder / 'current.json'}: cannot be read ({error}); delete it to start again") from None
         if not self.has(number):
-            raise UserError(f"{self.path(number)}: is missing, and current.json names it; delete current.json to start anew")
+            raise UserError(f"current.json names {self.path(number)}, which is missing; delete current.json to start again")
         return number
 
     def figures(self, number: int) -> dict[str, Any]:
-        """What was saved beside a generation; empty: nothing can be read."""
+        """Returns the figures saved with a generation; empty if they cannot be read."""
         try:
             found = json.loads((self.path(number) / "figures.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -94,7 +94,7 @@ class Generations:
 
     @property
     def newest(self) -> int:
-        """The highest number that was given, served or not."""
+        """The highest generation number in the folder, served or not."""
         return max(self._numbers(), default=0)
 
     def has(self, number: int) -> bool:
@@ -104,22 +104,22 @@ class Generations:
         return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _NAME.fullmatch(path.name)))
 
     def save(self, drafter: EagleDrafter, number: int, figures: dict[str, Any], needed: Collection[int] = ()) -> None:
-        """Saves a generation, goes on with it, and deletes old ones; not those that are `needed`."""
+        """Saves a generation, makes it the current one, and deletes old ones except those in `needed`."""
         texts = {"figures.json": json.dumps(figures, indent=2) + "\n"}
         folder = save_drafter(drafter, self.path(number), dtype=torch.float32, texts=texts)
-        for path in (*folder.iterdir(), folder, self.folder):  # after a power cut current.json must not name half a drafter
+        for path in (*folder.iterdir(), folder, self.folder):  # so that after a power cut current.json names complete files
             _sync(path)
         self.choose(number)
-        kept = {0, number, *needed}  # the first is a baseline of all
+        kept = {0, number, *needed}  # generation 0 is the baseline of all
         for old in [one for one in self._numbers() if one != number][: -self.keep]:
             if old not in kept:
                 shutil.rmtree(self.path(old), ignore_errors=True)
 
     def choose(self, number: int) -> int:
-        """A restart goes on with this generation or, if its save failed, with the last one saved before it; which one."""
+        """Makes this generation the current one or, if its save failed, the last one saved before it; returns its number."""
         saved = [one for one in self._numbers() if one <= number and self.has(one)]
         if not saved:
-            raise FileNotFoundError(f"{self.path(number)} is missing, and all before it")
+            raise FileNotFoundError(f"{self.path(number)} and all generations before it are missing")
         content = json.dumps({"generation": saved[-1]}).encode() + b"\n"
         write_atomically(self.folder / "current.json", lambda file: file.write(content))
         return saved[-1]
@@ -129,7 +129,7 @@ class Generations:
             file.write(json.dumps(event) + "\n")
 
     def events(self) -> list[dict[str, Any]]:
-        """Of the history; none: it cannot be read."""
+        """Returns the events of the history; an empty list if it cannot be read."""
         try:
             return read_history(self.folder)
         except UserError:
@@ -137,7 +137,7 @@ class Generations:
 
 
 def _sync(path: Path) -> None:
-    """A file or folder is on the disk when this returns."""
+    """Flushes a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -146,7 +146,7 @@ def _sync(path: Path) -> None:
 
 
 def read_history(folder: str | Path) -> list[dict[str, Any]]:
-    """All events, oldest first. A last line that a kill cut short is left out."""
+    """Reads all events, oldest first. An incomplete last line, left by a killed server, is skipped."""
     path = Path(folder) / "history.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -164,23 +164,23 @@ def read_history(folder: str | Path) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Origin:
-    """Which target and drafter a learn folder belongs to: hashes of parts of their weights, kept with generation 0."""
+    """The target and drafter to which a learn folder belongs: hashes of parts of their weights, stored with generation 0."""
 
     target: str
     drafter: str | None  # None: none was named
 
     def check(self, generations: Generations) -> None:
-        """Refuses a folder of another target, or of another drafter than the one that is named."""
+        """Raises a UserError for a folder of another target, or of another drafter than the one that is given."""
         figures, folder = generations.figures(0), generations.folder
-        if "target" not in figures:  # of a version that did not keep them
+        if "target" not in figures:  # written by an older version
             return
         if figures["target"] != self.target:
-            raise UserError(f"--learn-dir {folder} was learnt for another target; give another folder")
+            raise UserError(f"--learn-dir {folder} belongs to another target model; give another folder")
         if self.drafter in (None, figures["drafter"]):
             return
         if figures["drafter"] is None:
-            raise UserError(f"--learn-dir {folder} began without a drafter, and one is named now; give another folder")
-        raise UserError(f"--learn-dir {folder} began with another drafter; name that one, or give another folder")
+            raise UserError(f"--learn-dir {folder} was started without a drafter, and one is given now; give another folder")
+        raise UserError(f"--learn-dir {folder} was started with another drafter; name that one, or give another folder")
 
 
 def target_hash(model: str | Decoder) -> str:
@@ -199,7 +199,7 @@ def target_hash(model: str | Decoder) -> str:
 
 @torch.no_grad()
 def network_hash(network: nn.Module) -> str:
-    """Of the weights as they were given, before they are packed."""
+    """Returns a hash of the network's weights as loaded, before they are packed."""
     digest = hashlib.blake2b(digest_size=16)
     for name, value in network.named_parameters():
         digest.update(f"{name} {tuple(value.shape)}".encode())

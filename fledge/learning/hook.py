@@ -1,10 +1,10 @@
-"""Learning beside `Engine.step`: collects what finished requests showed, trains in the gaps, swaps weights between two steps.
+"""The engine hook for learning: collects samples from finished requests, trains between engine steps, and swaps weights.
 
     before_step   micro-steps of training, if the budget allows; an accepted candidate is copied in here
     after_step    samples and live acceptance of the requests that finished; cheap
     idle          micro-steps of training, while nothing runs
 
-What goes wrong here ends learning, with a line in the log; serving goes on.
+An error here is logged and ends learning; serving continues.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from fledge.speculation.methods.eagle import EagleSpeculator
 
 log = logging.getLogger("fledge.learning")
 
-# A micro-step that takes more than 0.2 s runs only while nothing is served, and not before it has been quiet for a while: a
-# request that comes waits for it. Under load, one of up to a second may run once a minute, so that a moment in which the
-# machine was slow does not end learning.
+# A micro-step that takes more than 0.2 s runs only while nothing is served, and only after a quiet period, because a request
+# that arrives must wait for it. Under load, one of up to 1 s may run once a minute, so that learning does not stop for good
+# after a moment in which the machine was slow.
 MAX_PAUSE, LONG_PAUSE, LONG_PAUSE_EVERY = 0.2, 1.0, 60.0
-# Micro-steps run back to back for so long: each interruption costs the steps after it something, too.
+# Micro-steps run back to back for up to this many seconds: each interruption also slows the engine steps after it.
 SLICE = 0.1
-# Credit that is saved up first. Of 5 %: one interruption a second, which is less than one cycle in a hundred.
+# Seconds of credit needed before micro-steps run. At a budget of 5 %: one interruption per second, in < 1 % of the cycles.
 START_CREDIT = 0.05
 
 
 class Learning:
-    """The engine's hook. One for each engine; only the engine's thread calls it, other threads may read `stats`."""
+    """The hook of one engine. Only the engine's thread calls it; other threads may read `stats`."""
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class Learning:
         generations: Generations | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`master`: the served drafter in fp32, not packed. `config` must be resolved. `fixed_prompts`: of the fixed set.
-        `generations`: of `config.folder`."""
+        """`master`: the served drafter in fp32, not packed. `config`: already resolved. `fixed_prompts`: prompts of the fixed
+        set. `generations`: those of `config.folder`."""
         assert isinstance(engine.drafter, EagleSpeculator)
         self.engine, self.config, self.clock, self.fixed_prompts = engine, config, clock, fixed_prompts
         self.target = ServedTarget(engine.decoder, master.config.aux_layer_ids)
@@ -94,12 +94,12 @@ class Learning:
         )
         self.collector = Collector(engine, config, self.target, self.ring, self.served, self.journal, self.budget, clock)
         self.fixed_tokens = 0
-        self.stopped: str | None = None  # why nothing is learnt any more
+        self.stopped: str | None = None  # why learning has stopped; None: it has not
         self.micro_steps = MicroSteps(clock, self._synchronize)
-        self._has_work = True  # False: there is nothing to do until samples come
+        self._has_work = True  # False: there is nothing to do until new samples arrive
         self.slice_seconds = SLICE
-        self._long_pause_at = clock()  # when one began, under load
-        self.states_limit = min(config.sample_tokens, engine.config.max_model_len)  # tokens of a running request
+        self._long_pause_at = clock()  # when the last long micro-step under load began
+        self.states_limit = min(config.sample_tokens, engine.config.max_model_len)  # tokens per running request
         engine.executor.collect_states(limit=self.states_limit)
         self._restart()
         engine.hook = self
@@ -110,7 +110,7 @@ class Learning:
         was_serving = self.budget.is_serving
         self.budget.serve()
         self._expire()
-        # A request that ended an idle time has waited for a micro-step already.
+        # A request that ended an idle period may already have waited for a micro-step.
         if not was_serving or self.budget.credit < START_CREDIT:
             return
         is_long = self.micro_steps.expected_seconds > MAX_PAUSE
@@ -132,7 +132,7 @@ class Learning:
             self.budget.rest()
 
     def idle(self, *, is_quiet: bool = True) -> bool:
-        """Some micro-steps; False: there are none until more requests were served or, if it was not quiet, until it is."""
+        """Runs micro-steps. Returns False if none can run until more requests are served or, if not quiet, until it is."""
         if self.budget.is_serving:
             self.budget.rest()
         self._expire()
@@ -141,14 +141,14 @@ class Learning:
         return self._work(lambda: True)
 
     def due_in(self) -> float | None:
-        # Training may hold samples that have left the ring.
+        # Training may still hold samples that have left the ring.
         oldest = min([self.target.oldest, *(one.arrival for one in self.learner.at_work)])
         at = min(self.ring.expires_at, oldest + self.config.max_age)
         return None if self.stopped is not None or math.isinf(at) else max(0.0, at - self.ring.clock())
 
     def warm_up(self) -> list[str]:
-        """Answers the prompts of the fixed set, and makes one training step on nothing: how long it takes is known then, and a
-        GPU compiles it."""
+        """Answers the prompts of the fixed set, and runs one training step on made-up tokens: this measures how long a step
+        takes and, on a GPU, compiles it. Returns log lines."""
         lines: list[str] = []
 
         def prepare() -> None:
@@ -167,7 +167,7 @@ class Learning:
         return lines if self.stopped is None else []
 
     def describe(self) -> str:
-        """What is kept, where and for how long: said at the start."""
+        """Returns the log line of the start: which data is kept, where and for how long."""
         config = self.config
         where = f"generations are kept in {config.folder}" if config.folder is not None else "nothing is written to disk"
         return (
@@ -179,13 +179,13 @@ class Learning:
         )
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits until the journal is written."""
         self.journal.close()
 
     # Work
 
     def _work(self, goes_on: Callable[[], bool]) -> bool:
-        """A micro-step, and more while they fit a slice and it `goes_on`; whether there is more to do."""
+        """Runs one micro-step, and more while they fit a slice and `goes_on()` is true; returns whether there is more to do."""
         if self.stopped is not None or not self._has_work:
             return False
         spent = 0.0
@@ -215,7 +215,7 @@ class Learning:
             torch.cuda.synchronize(self.target.device)
 
     def _restart(self) -> None:
-        """Drops what the micro-steps hold: samples past their age, a candidate of weights that fell."""
+        """Restarts the micro-steps to drop what they hold: expired samples, or a candidate based on rolled-back weights."""
         self.learner.at_work = []
         self.micro_steps.start(self.learner.micro_steps())
         self._has_work = True
@@ -228,10 +228,10 @@ class Learning:
                 self._stop("out of memory")
             else:
                 log.exception("learning failed")
-                self._stop("it failed; see above")
+                self._stop("an error occurred (traceback above)")
 
     def _stop(self, reason: str) -> None:
-        """Gives up what learning holds. The generation that is served stays."""
+        """Stops learning and frees its memory. The served generation stays."""
         self.stopped = reason
         log.error("learning stops: %s; serving goes on with generation %d", reason, self.served.generation)
         self.ring.forget_all()
@@ -250,7 +250,7 @@ class Learning:
             self._has_work = True
 
     def _expire(self) -> None:
-        """Drops all that was kept of requests, when it reaches the longest age."""
+        """Drops all data of requests that has reached the maximum age."""
         if self.due_in() != 0:
             return
         self.ring.expire()
@@ -265,10 +265,10 @@ class Learning:
         began = self.clock()
         if self.served.has_fallen():
             self.roll_back("live acceptance has fallen")
-        self.budget.charge(self.clock() - began)  # not as collecting, whose share a roll-back would use up
+        self.budget.charge(self.clock() - began)  # not as collecting: a roll-back would use up that share
 
     def roll_back(self, reason: str) -> None:
-        """Serves the generation before again, and trains on from it."""
+        """Serves the previous generation again, and continues training from it."""
         self.served.roll_back(reason)
         self.learner.start_over()
         self._restart()
@@ -284,7 +284,7 @@ class Learning:
 
     @property
     def num_bytes(self) -> int:
-        """What learning holds at most, apart from a step's activations."""
+        """Upper bound of the memory that learning holds, without a step's activations."""
         if self.stopped is not None:
             return 0
         return memory_bytes(
@@ -300,7 +300,7 @@ class Learning:
         return self.journal.history()
 
     def stats(self) -> dict[str, Any]:
-        """Plain numbers, for metrics and the page."""
+        """Returns plain numbers for the metrics and the web page."""
         spent, counts, collector, served = self.budget.spent, self.learner.counts, self.collector, self.served
         return {
             "generation": served.generation,
@@ -329,5 +329,5 @@ class Learning:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    # On a CPU torch tells of it by a RuntimeError.
+    # On a CPU torch raises a RuntimeError with this text.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

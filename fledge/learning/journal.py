@@ -1,6 +1,6 @@
-"""What learning did: points of the curve and decisions, for metrics and for a learn folder; and the generations it saves there.
+"""The record of learning: points of the curve and decisions, for metrics and the learn folder, and the generations saved there.
 
-A thread of its own writes: no request waits for a disk.
+A separate thread writes to disk, so that no request waits for it.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from fledge.models.drafter import EagleDrafter
 
 log = logging.getLogger("fledge.learning")
 
-CURVE_REQUESTS = 32  # to a point of the curve
-MAX_EVENTS = 512  # kept in memory, of each kind
+CURVE_REQUESTS = 32  # requests per point of the curve
+MAX_EVENTS = 512  # events kept in memory: curve points, and as many others
 
 
 class Journal:
     def __init__(self, generations: Generations | None, counts: Callable[[], dict[str, int]]) -> None:
-        """`generations`: None: nothing is written to disk. `counts`: requests, steps and generation, which every line bears."""
+        """`generations`: None: nothing is written to disk. `counts`: returns requests, steps and generation for every event."""
         self.generations, self.counts = generations, counts
         past = generations.events() if generations is not None else []
         last = past[-1] if past else {}
-        self._before = {name: last.get(name, 0) for name in ("seconds", "requests", "steps")}  # a restart counts on from them
+        self._before = {name: last.get(name, 0) for name in ("seconds", "requests", "steps")}  # continued after a restart
         self.curve: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self.events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         for event in past:
@@ -53,8 +53,8 @@ class Journal:
             self._write(lambda: generations.record(event))
 
     def history(self) -> dict[str, Any]:
-        """For the page: points of the curve as [requests, acceptance length], the last of fewer requests than the others, and
-        after how many requests other weights were served."""
+        """Returns the data of the server's web page: the curve as points [requests, acceptance length], the last one over fewer
+        requests than the others, and the request counts at which the served weights changed."""
         points = [[one["requests"], one["acceptance_length"]] for one in self.curve]
         steps, accepted, _ = self._window
         if steps:
@@ -62,23 +62,23 @@ class Journal:
         return {"points": points, "swaps": [one["requests"] for one in self.events if one["event"] in ("swap", "rollback")]}
 
     def save(self, drafter: EagleDrafter, number: int, figures: dict[str, Any], needed: Collection[int] = ()) -> None:
-        """As `Generations.save`. `drafter` must not change any more: it is written later."""
+        """Saves a generation in the writer thread (`Generations.save`). `drafter` must not change after this call."""
         if (generations := self.generations) is not None:
             self._write(lambda: generations.save(drafter, number, figures, needed))
 
     def choose(self, number: int) -> None:
-        """As `Generations.choose`."""
+        """Makes a generation the current one in the writer thread (`Generations.choose`)."""
         if (generations := self.generations) is None:
             return
 
         def write() -> None:
             if (chosen := generations.choose(number)) != number:
-                log.warning("learning: generation %d was not saved; a restart goes on with generation %d", number, chosen)
+                log.warning("learning: generation %d was not saved; a restart continues with generation %d", number, chosen)
 
         self._write(write)
 
     def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits until everything is written, and unlocks the folder."""
         self._disk.shutdown()
         if self.generations is not None:
             self.generations.close()
@@ -87,7 +87,7 @@ class Journal:
         def guarded() -> None:
             try:
                 write()
-            except Exception as error:  # a full disk costs the record, not the service
-                log.error("learning: could not be written (%s)", error)
+            except Exception as error:  # a full disk must not stop serving
+                log.error("learning: could not write to the learn folder (%s)", error)
 
         self._disk.submit(guarded)

@@ -1,6 +1,6 @@
-"""Trains a candidate and has it judged, in micro-steps, so that serving goes on between them.
+"""Trains a candidate and lets the gate judge it, in micro-steps, so that engine steps can run between them.
 
-draw samples ─▶ hidden states, where they were not collected ─▶ training step (`Candidate`)
+draw samples ─▶ hidden states, if they were not collected ─▶ training step (`Candidate`)
       … `steps_per_candidate` times ─▶ roll out candidate and serving drafter on held-out texts ─▶ gate ─▶ swap
 """
 
@@ -31,18 +31,18 @@ from fledge.training.objective import compiler_error
 
 log = logging.getLogger("fledge.learning")
 
-MAX_BAD_STEPS = 3  # so many losses in a row that are not finite: training starts again from the serving weights
-# A candidate that is worse, or so many refused in a row: training starts again from the serving weights, at half the learning
-# rate. How large it may be depends on the drafter: one that was trained for long loses at a rate that a new one needs.
+MAX_BAD_STEPS = 3  # after this many non-finite losses in a row, training starts again from the serving weights
+# After a candidate that is worse, or this many refused in a row, training starts again from the serving weights at half the
+# learning rate. The best rate depends on the drafter: one that was trained for long gets worse at a rate that a new one needs.
 PATIENCE = 6
-# Tokens in one micro-step. On one CPU core 256 of SmolLM2-135M are read in 0.14 s, and drafted over in 0.38 s.
+# Tokens per micro-step. On one CPU core, for 256 tokens, the target pass of SmolLM2-135M takes 0.14 s and drafting 0.38 s.
 READ_TOKENS = {"cpu": 256, "cuda": 2048}
 GATE_TOKENS = {"cpu": 128, "cuda": 4096}
 
 
 @dataclass
 class LearnerCounts:
-    """Since the start. Plain numbers: another thread may read them."""
+    """Counts since the start. Plain numbers, so that other threads may read them."""
 
     steps: int = 0
     tokens: int = 0
@@ -64,21 +64,21 @@ class Learner:
         config: LearnConfig,
         depth: int,
     ) -> None:
-        """`depth`: that the gate drafts to."""
+        """`depth`: draft depth in the gate."""
         self.candidate, self.target, self.ring, self.served, self.config = candidate, target, ring, served, config
         self.depth = depth
         self.fixed = FixedSet()
         self.counts = LearnerCounts()
         self.refused_in_a_row = 0
-        self.at_work: list[Sample] = []  # all samples of requests that `micro_steps` holds; they may have left the ring
-        self._uses: WeakKeyDictionary[Sample, int] = WeakKeyDictionary()  # since the weights in training were the served ones
+        self.at_work: list[Sample] = []  # all samples that `micro_steps` holds; they may have left the ring
+        self._uses: WeakKeyDictionary[Sample, int] = WeakKeyDictionary()  # since training last (re)started from served weights
 
     @property
     def device_type(self) -> str:
         return self.target.device.type
 
     def warm_up(self) -> Iterator[Kind]:
-        """One micro-step of each kind on a made-up text: what each takes is known before requests come, and a GPU compiles."""
+        """Runs one micro-step of each kind on a made-up text, to measure their times and, on a GPU, to compile the step."""
         length = self.config.sample_tokens if self.candidate.is_cpu else 32
         tokens = [(7 * one + 3) % self.target.vocab_size for one in range(min(length, self.candidate.num_positions))]
         short = tokens[: GATE_TOKENS[self.device_type]]
@@ -100,12 +100,12 @@ class Learner:
         yield from self.served.stage(self.served.weights)[1]
 
     def release(self) -> None:
-        """Learning has stopped: gives up all memory."""
+        """Frees all memory after learning has stopped."""
         del self.candidate
         self.fixed, self.at_work = FixedSet(), []
 
     def start_over(self) -> None:
-        """From the serving weights, at half the learning rate. What was learnt since them may be learnt again."""
+        """Restarts training from the serving weights at half the learning rate. Uses of samples since then no longer count."""
         for sample, uses in self._uses.items():
             sample.uses = max(0, sample.uses - uses)
         self._uses.clear()
@@ -115,7 +115,7 @@ class Learner:
     # The work
 
     def micro_steps(self) -> Work:
-        """Endless."""
+        """Yields the kinds of all micro-steps, without end: train, gate, train, …"""
         yield from self._measure_fixed()
         while True:
             bad_steps = 0
@@ -150,7 +150,7 @@ class Learner:
         return is_finite
 
     def _measure_fixed(self) -> Iterator[Kind]:
-        """The fixed set with the first weights and with those that are served: the baseline of candidates."""
+        """Measures the first and the serving weights on the fixed set: the baseline of candidates."""
         yield from self._read_missing([*self.fixed.replay, *self.fixed.judged])
         weights = {self.served.generation: self.served.weights}
         if self.served.first_weights is not None:
@@ -161,7 +161,7 @@ class Learner:
         self.served.first_weights = None
 
     def _draw(self) -> list[Sample]:
-        """Traffic, and some of the fixed set with it."""
+        """Draws a batch of traffic samples and some of the fixed set; empty if there is no traffic to draw from."""
         room = self.config.batch_tokens
         fixed: list[Sample] = []
         budget = int(room * self.config.fixed_share) if self.fixed.replay else 0
@@ -178,9 +178,9 @@ class Learner:
         return self.at_work + fixed if self.at_work else []
 
     def _read_missing(self, samples: Sequence[Sample]) -> Iterator[Kind]:
-        """Computes hidden states where there are none, a few samples at a time; those that are too long for it are dropped.
+        """Computes missing hidden states, a few samples at a time; drops samples that are too long for that.
 
-        A generator of its own: a loop variable of `micro_steps` would hold the last few past their age.
+        A separate generator, because a loop variable in `micro_steps` would keep the last samples alive past their age.
         """
         most = max(MOST_READ_TOKENS[self.device_type], self.config.sample_tokens)
         missing = [one for one in samples if one.text is None and len(one.tokens) <= most]
@@ -247,7 +247,7 @@ class Learner:
             self._reset()
 
     def _counted(self, samples: Sequence[Sample], weights: dict[str, Tensor]) -> Generator[Kind, None, dict[Sample, Count]]:
-        """What a drafter with these weights accepts over samples, a few at a time."""
+        """Returns what a drafter with these weights accepts on the samples, a few samples per micro-step."""
         found: dict[Sample, Count] = {}
         if not samples:
             return found

@@ -1,4 +1,4 @@
-"""The memory that learning takes at most, counted once: for what is announced, and for what the KV cache must leave."""
+"""The maximum memory of learning, computed in one place: for the log line at start, and for the size of the KV cache."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from fledge.learning.target import KEPT_DTYPE, MAX_PREFIXES, PREFIX_TOKENS
 from fledge.models.drafter import EagleDrafter
 from fledge.training.objective import auto_chunk_rows
 
-# Of each weight, in fp32: master, mean, two moments, the serving and the previous one; and a gradient or, in the gate, a
-# candidate.
+# Bytes per weight, all fp32: master, mean, two moments, serving and previous weights, and a gradient or (gate) a candidate.
 WEIGHT_BYTES = 7 * 4
-# Logits that the loss computes at once on a CPU: 32 positions of a draft vocabulary of 16,384 take 0.09 s on one core.
+# Logits that the loss computes per chunk on a CPU: 32 positions with a draft vocabulary of 16,384 take 0.09 s on one core.
 CPU_LOGITS = 2**19
 
 
 def memory_bytes(
     drafter: DrafterConfig, learn: LearnConfig, *, staged_bytes: int, head_bytes: int, fixed_tokens: int, running_bytes: int
 ) -> int:
-    """Apart from a training step's activations. `staged_bytes`: of the weights once more, as they are served, in a swap.
-    `head_bytes`: of a copy of the target's head. `running_bytes`: of the hidden states of running requests."""
+    """Returns the memory of learning without a training step's activations. `staged_bytes`: of the staged weights, in served
+    format, during a swap. `head_bytes`: of a copy of the target's head. `running_bytes`: of running requests' hidden states."""
     width = (len(drafter.aux_layer_ids) + 1) * drafter.target_hidden_size * KEPT_DTYPE.itemsize
     texts = MAX_PREFIXES * PREFIX_TOKENS * width + fixed_tokens * (width + 8)
     samples = learn.memory_mb * 2**20
@@ -30,9 +29,9 @@ def memory_bytes(
 
 
 def reserved_bytes(drafter: DrafterConfig, learn: LearnConfig, *, copies_head: bool, max_model_len: int) -> int:
-    """Of a GPU's memory, before anything is on it; with what a training step works with.
+    """Returns the GPU memory to reserve before anything is loaded, including a training step's activations.
 
-    `copies_head`: the target's head is not served in bf16, which training reads.
+    `copies_head`: whether training needs a bf16 copy of the target's head because it is served in another format.
     """
     width = (len(drafter.aux_layer_ids) + 1) * drafter.target_hidden_size
     announced = memory_bytes(
@@ -52,13 +51,13 @@ def num_weights(drafter: DrafterConfig) -> int:
 
 
 def loss_rows(config: DrafterConfig, learn: LearnConfig, *, is_cpu: bool) -> int:
-    """Scored positions at once: on a GPU a quarter of what a training run takes, whose device is its own."""
+    """Returns the scored positions per loss chunk: on a GPU a quarter of a training run's, which has the device to itself."""
     if is_cpu:
         return 1 << min(max(8, CPU_LOGITS // config.draft_vocab_size), 128).bit_length() - 1
     return max(128, auto_chunk_rows(learn.ttt_steps, config.draft_vocab_size) // 4)
 
 
 def activation_bytes(config: DrafterConfig, learn: LearnConfig, *, is_cpu: bool) -> int:
-    """What a training step works with, about: six tensors of logits, and 40 numbers a token, draft step and channel."""
+    """Estimates a training step's activations: six tensors of logits, and 40 numbers per token, draft step and channel."""
     logits = 6 * 4 * learn.ttt_steps * loss_rows(config, learn, is_cpu=is_cpu) * config.draft_vocab_size
     return logits + 40 * 2 * learn.ttt_steps * learn.batch_tokens * (config.hidden_size + config.intermediate_size // 2)

@@ -1,5 +1,5 @@
-"""Work in micro-steps, short enough to run between two engine steps: a generator that names what it does next, the time that
-each kind of micro-step takes, and the share of the time that all of them may take."""
+"""Micro-steps: work in parts that are short enough to run between two engine steps. A generator yields the kind of the next
+micro-step; this module measures the time of each kind and limits the share of time that all of them may take."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    READ = "read"  # the target over texts without hidden states
+    READ = "read"  # target pass over texts without hidden states
     FORWARD = "forward"  # the unrolled drafter; on a GPU the whole training step
-    LOSS = "loss"  # of some positions, with its gradients
+    LOSS = "loss"  # loss and gradients of some positions
     BACKWARD = "backward"
-    UPDATE = "update"  # the optimiser's step
+    UPDATE = "update"  # optimizer step
     GATE = "gate"  # drafts over some texts
-    STAGE = "stage"  # weights in the type and layout they are served in
+    STAGE = "stage"  # conversion of weights to the type and layout in which they are served
     SWAP = "swap"
 
 
-# Yields the kind of the next micro-step before it is done; None: there is nothing to do until more samples come.
+# Yields the kind of the next micro-step before running it; None: there is nothing to do until more samples arrive.
 Work = Iterator[Kind | None]
-REMEMBERED = 5  # micro-steps of a kind; their median is expected, so that a single slow one says nothing
+REMEMBERED = 5  # times kept per kind; the expected time is their median, which a single slow micro-step does not change
 COLLECT_SHARE, FREE_SECONDS = 0.2, 0.5  # Collecting may use 20 % of the budget, plus 0.5 s at start.
-MOST_CREDIT = 0.25  # seconds that may be saved up: learning must not catch up in one long pause
+MOST_CREDIT = 0.25  # seconds of credit that may accumulate, so that learning does not catch up in one long pause
 
 
 class MicroSteps:
     def __init__(self, clock: Callable[[], float], synchronize: Callable[[], None]) -> None:
-        """`synchronize`: waits for the device; else only the launch would be timed."""
+        """`synchronize`: waits for the device; otherwise only the launch would be timed."""
         self.clock, self.synchronize = clock, synchronize
         self.next: Kind | None = None
         self._seconds: dict[Kind, deque[float]] = defaultdict(lambda: deque(maxlen=REMEMBERED))
         self._work: Work = iter(())
 
     def start(self, work: Work) -> None:
-        """Drops what it was at, and begins with this."""
+        """Drops the current work and starts on `work`."""
         self._work = work
         self.next = next(work, None)
 
     def run(self) -> float:
-        """The next micro-step, or a look whether there is one by now; the seconds it took."""
+        """Runs the next micro-step (or, if there was none, asks for one), and returns the seconds it took."""
         kind, began = self.next, self.clock()
         self.next = next(self._work, None)
         if kind is None:
@@ -55,14 +55,14 @@ class MicroSteps:
 
     @property
     def expected_seconds(self) -> float:
-        """Of the next micro-step; 0 for a kind that has not been run yet."""
+        """Expected time of the next micro-step; 0 for a kind that has not run yet."""
         known = self._seconds.get(self.next) if self.next is not None else None
         return statistics.median(known) if known else 0.0
 
 
 @dataclass
 class Spent:
-    """Seconds since the start. Plain numbers: another thread may read them."""
+    """Seconds spent since the start. Plain numbers, so that other threads may read them."""
 
     serving: float = 0.0  # while requests ran, learning included
     learning: float = 0.0  # part of `serving`
@@ -71,7 +71,7 @@ class Spent:
 
 
 class Budget:
-    """Work may run while there is credit; what it took is taken off, so that the share holds whatever it costs."""
+    """The time budget of learning: serving time earns credit, and work spends it, so that the share holds for any work."""
 
     def __init__(self, percent: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.share, self.clock = percent / 100, clock
@@ -80,7 +80,7 @@ class Budget:
         self._since: float | None = None  # when serving time was last counted; None: nothing runs
 
     def serve(self) -> None:
-        """Requests run now."""
+        """Counts serving time: requests are running now."""
         now = self.clock()
         if self._since is not None:
             passed = now - self._since
@@ -89,7 +89,7 @@ class Budget:
         self._since = now
 
     def rest(self) -> None:
-        """Nothing runs any more."""
+        """Ends serving time: no request is running any more."""
         self.serve()
         self._since = None
 
@@ -98,8 +98,8 @@ class Budget:
         return self._since is not None
 
     def allows_collecting(self, part: float = 1.0) -> bool:
-        """Whether less than this part of collecting's time is spent. Without a bound nothing would be left for training: on a
-        GPU a sample may cost as much as a micro-step."""
+        """Whether less than `part` of the time for collecting is used. Without this limit collecting could take all time from
+        training: on a GPU a sample may cost as much as a micro-step."""
         return self.spent.collecting < part * (COLLECT_SHARE * self.share * self.spent.serving + FREE_SECONDS)
 
     def charge(self, seconds: float, *, collecting: bool = False) -> None:

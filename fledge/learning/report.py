@@ -10,10 +10,10 @@ from fledge.learning.generations import read_history
 
 
 def summarize(events: list[dict[str, Any]]) -> str:
-    """In words, a line a swap or roll-back."""
+    """Returns a summary text, with one line per swap or roll-back."""
     points = [event for event in events if event["event"] == "point"]
     if not points:
-        raise UserError("history.jsonl has no point of the curve yet: a point takes 32 requests that were drafted for")
+        raise UserError("history.jsonl has no point of the curve yet: the first one needs 32 finished requests with drafts")
     refused = sum(event["event"] == "refused" for event in events)
     first, last = points[0], points[-1]
     lines = [
@@ -57,7 +57,7 @@ def draw(events: list[dict[str, Any]], path: Path) -> None:
 
 
 def report(folder: Path, output: Path | None = None) -> tuple[list[dict[str, Any]], str]:
-    """Draws `curve.png` into the folder, or to `output`; returns the history's events, and what they say."""
+    """Draws the curve to `output` (default: `curve.png` in the folder); returns the history's events and their summary."""
     events = read_history(folder)
     text = summarize(events)
     path = output or folder / "curve.png"

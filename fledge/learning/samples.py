@@ -1,7 +1,7 @@
-"""Samples of served traffic in memory: bounded by bytes, by age and by each client's share; high priority stays longest.
+"""Samples of served traffic in memory, limited by bytes, by age and by each client's share; high priority stays longest.
 
-finished request ──▶ admit ──▶ ring        drawn for training: clients take turns, of a few samples the highest priority first
-                          └──▶ held out    one prompt in eight, by its hash: never trained on, however often it comes
+finished request ──▶ admit ──▶ ring        drawn for training: from a random client, the highest priority of a few samples
+                          └──▶ held out    one prompt in eight, by its hash: never trained on, even if it is repeated
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from fledge.drift.metrics import Count
 from fledge.drift.texts import TargetText
 
 HELD_OUT_EVERY = 8
-CANDIDATES = 8  # samples that an eviction or a draw looks at
-USE_DECAY = 0.7  # of a sample's priority, each time it was trained on
-MAX_USES = 8  # after which a sample is not drawn any more: idle time must not be spent on learning a few texts by heart
-LEAST_ANSWER = 8  # tokens; a shorter answer has nothing to learn from
-# A client may hold this share of the ring and of the held-out texts once others are there too.
+CANDIDATES = 8  # samples that an eviction or a draw chooses from
+USE_DECAY = 0.7  # factor on a sample's priority per use in training
+MAX_USES = 8  # a sample is not drawn more often, so that idle time does not overfit a few texts
+LEAST_ANSWER = 8  # tokens; shorter answers are not kept
+# Share of the ring and of the held-out texts that one client may hold if there are others.
 CLIENT_SHARE = 0.25
 
 
@@ -39,12 +39,12 @@ class Sample:
     domain: int = 0
     priority: float = 0.5  # share of drafts that were rejected, more for novel texts and for those the drift guard shortened
     arrival: float = field(default_factory=time.monotonic)
-    text: TargetText | None = None  # with the target's hidden states; None: to be computed when it is first used
-    max_states: int | None = None  # hidden states are kept for so many tokens, the first one and the last ones
+    text: TargetText | None = None  # with the target's hidden states; None: computed at the first use
+    max_states: int | None = None  # hidden states are kept for at most this many tokens: the first one and the last ones
     num_skipped: int = 0  # tokens after the first one that were left out
-    key: int = 0  # of the whole text
+    key: int = 0  # hash of the whole text
     uses: int = 0
-    counts: dict[int, Count] = field(default_factory=dict)  # held out: what each generation's drafter accepts
+    counts: dict[int, Count] = field(default_factory=dict)  # held-out samples: what each generation's drafter accepts
 
     @property
     def current_priority(self) -> float:
@@ -52,14 +52,14 @@ class Sample:
 
     @property
     def num_states(self) -> int:
-        """Tokens whose hidden states are kept."""
+        """Number of tokens whose hidden states are kept."""
         return len(self.tokens) if self.max_states is None else min(len(self.tokens), self.max_states)
 
     def keep(self, text: TargetText, num_skipped: int = 0) -> None:
-        """Keeps the hidden states of `text`: all tokens, or all but so many after the first. What does not fit is left out."""
+        """Stores the states of `text`, which already lacks `num_skipped` tokens after the first; cuts it to `max_states`."""
         cut = max(0, len(text.tokens_T) - (self.max_states or len(text.tokens_T)))
         if cut:
-            # Without the first token, the attention sink, a drafter would not draft as it does when it is served.
+            # The first token is the attention sink; without it a drafter would not draft as it does in serving.
             assert text.hidden_TD is not None, "samples have the head's states too"
             parts = [text.tokens_T, *text.taps, text.hidden_TD]
             tokens_T, *taps, hidden_TD = (torch.cat([part[:1], part[1 + cut :]]) for part in parts)
@@ -69,8 +69,8 @@ class Sample:
 
 
 class SampleRing:
-    """`max_tokens` bounds all of it. `min_held_out`: so many held-out texts must fit, however long they are. Of a text longer
-    than `sample_tokens` the first token and the last ones are kept."""
+    """The samples of all clients. `max_tokens`: limit of all samples together. `min_held_out`: held-out texts that must fit,
+    however long they are. Of a text longer than `sample_tokens`, the first token and the last ones are kept."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class SampleRing:
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # A quarter of the memory is for held-out texts.
+        # A quarter of the memory is reserved for held-out texts.
         self.max_tokens, self.max_held_out_tokens = 3 * max_tokens // 4, max_tokens // 4
         self.max_held_out, self.max_age, self.clock = max_held_out, max_age, clock
-        self.sample_tokens = sample_tokens  # of one text
+        self.sample_tokens = sample_tokens  # tokens kept of one text
         self.max_held_out_states = min(self.max_held_out_tokens // min_held_out, sample_tokens)
         self.by_client: dict[str, list[Sample]] = {}
         self.tokens_of: Counter[str] = Counter()
@@ -94,7 +94,7 @@ class SampleRing:
         self.keys: set[int] = set()  # texts in the ring: a repeated one is kept once
         self.dropped: Counter[str] = Counter()  # by reason
         self.num_admitted = 0
-        self.expires_at = math.inf  # nothing kept reaches the longest age before
+        self.expires_at = math.inf  # no sample reaches the maximum age before this time
         self._random = random.Random(seed)
 
     @property
@@ -110,9 +110,9 @@ class SampleRing:
         return [*itertools.chain(*self.by_client.values()), *self.held_out]
 
     def admit(self, sample: Sample) -> bool:
-        """Takes it in, unless there is nothing to learn from it; what it displaces is dropped."""
+        """Adds a sample and evicts others if needed. Returns False if it is too short, too long, or already there."""
         if (loop := loop_start(sample.tokens[sample.answer_start :])) is not None:
-            # What stands before the loop is text; a drafter that learns the loop looks better than it is.
+            # Only the text before the loop is kept: a drafter that learns the loop would look better than it is.
             sample.tokens = sample.tokens[: sample.answer_start + loop]
             sample.text = None
         if len(sample.tokens) - sample.answer_start < LEAST_ANSWER:
@@ -142,14 +142,14 @@ class SampleRing:
         return True
 
     def draw(self, room: int) -> list[Sample]:
-        """Samples of at most `room` tokens together, for one training step: clients take turns."""
+        """Draws samples of at most `room` tokens together for one training step, each from a randomly chosen client."""
         drawn: list[Sample] = []
         left = {client: [one for one in some if one.uses < MAX_USES] for client, some in sorted(self.by_client.items())}
         while left:
             client = self._random.choice(list(left))
             few = self._random.sample(left[client], min(CANDIDATES, len(left[client])))
             fitting = [one for one in few if one.num_states <= room]
-            if not fitting:  # look at all: texts are passed over only if none of the client's fits
+            if not fitting:  # check all of the client's samples; the client is done only if none fits
                 left[client] = [one for one in left[client] if one.num_states <= room]
                 if not left[client]:
                     del left[client]
@@ -162,7 +162,7 @@ class SampleRing:
         return drawn
 
     def drop_long(self, sample: Sample) -> None:
-        """Its hidden states were not collected, and it is too long to compute them."""
+        """Drops a sample whose hidden states were not collected and that is too long to compute them."""
         self.dropped["long"] += 1
         if sample in self.held_out:
             self.held_out.remove(sample)
@@ -183,7 +183,7 @@ class SampleRing:
         self.expires_at = math.inf
 
     def _evict(self) -> None:
-        """The lowest priority of a few: of the client with most tokens if it has more than its share, else of any."""
+        """Evicts the lowest priority of a few samples: of the largest client if above its share, else of a random client."""
         heaviest, tokens = self.tokens_of.most_common(1)[0]
         over = len(self.by_client) > 1 and tokens > CLIENT_SHARE * self.max_tokens
         client = heaviest if over else self._random.choices(list(self.tokens_of), list(self.tokens_of.values()))[0]
@@ -201,7 +201,7 @@ class SampleRing:
             del self.by_client[sample.client], self.tokens_of[sample.client]
 
     def _shrink_held_out(self) -> None:
-        """The oldest go: of a client with more than its share of the texts or of their tokens first."""
+        """Drops the oldest held-out texts until they fit, first those of a client above its share of texts or tokens."""
         while True:
             texts: Counter[str] = Counter()
             tokens: Counter[str] = Counter()
@@ -216,7 +216,7 @@ class SampleRing:
             del self.held_out[next(i for i, one in enumerate(self.held_out) if one.client == most) if over else 0]
 
     def expire(self) -> None:
-        """Drops what has reached the longest age."""
+        """Drops samples that have reached the maximum age."""
         oldest = self.clock() - self.max_age
         self.held_out = [one for one in self.held_out if one.arrival > oldest]
         for sample in self.kept:
@@ -226,5 +226,5 @@ class SampleRing:
 
 
 def is_held_out(prompt: Sequence[int]) -> bool:
-    """By the prompt's hash: the same prompt is never both trained on and measured with."""
+    """Whether a prompt is held out, decided by its hash: the same prompt is never both trained on and measured with."""
     return zlib.crc32(array("q", prompt).tobytes()) % HELD_OUT_EVERY == 0

@@ -1,4 +1,4 @@
-"""Which weights are served: candidates are swapped in between two steps, and taken back when live acceptance falls."""
+"""The served drafter weights: candidates are swapped in between two steps, and rolled back when live acceptance falls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("fledge.learning")
 
 @dataclass
 class Before:
-    """What was served before a swap, while a roll-back may go to it."""
+    """The weights and figures before a swap, kept while a roll-back is possible."""
 
     weights: dict[str, Tensor]
     generation: int
@@ -32,22 +32,22 @@ class Before:
 
 class ServedDrafter:
     def __init__(self, engine: Engine, weights: dict[str, Tensor], d2t: Tensor, journal: Journal) -> None:
-        """`weights`: in fp32, that are served now; `d2t`: the drafter's vocabulary."""
+        """`weights`: the weights that are served now, in fp32; `d2t`: the drafter's vocabulary."""
         assert isinstance(engine.drafter, EagleSpeculator)
         self.engine, self.drafter, self.network = engine, engine.drafter, engine.drafter.network
         self.journal, self.d2t = journal, d2t
         self.stages_in_parts = self.engine.decoder.norm.weight.device.type == "cpu"
         self.weights, self.generation = weights, 0
-        self.newest = 0  # the highest number given: that of a generation that fell is not given again
-        # Of generation 0, after a restart with a later one, until the fixed set was measured with them.
+        self.newest = 0  # the highest number used so far; the number of a rolled-back generation is not used again
+        # Weights of generation 0 after a restart with a later one, until they have been measured on the fixed set.
         self.first_weights: dict[str, Tensor] | None = None
         self.live = Live()
         self.before: Before | None = None
-        self.ngram_tokens = self.ngram_passes = 0  # of the target while n-grams draft
+        self.ngram_tokens = self.ngram_passes = 0  # answer tokens and target passes while n-grams draft
         self.num_swaps = self.num_rollbacks = 0
 
     def stage(self, weights: dict[str, Tensor]) -> tuple[StagedWeights, Iterator[Kind]]:
-        """The weights as they are served, and the work to get there: on a CPU a module at a time, on a GPU all at once."""
+        """Returns the staged weights and the micro-steps that fill them: one per module on a CPU, a single one on a GPU."""
         staged = StagedWeights(self.network)
 
         def work() -> Iterator[Kind]:
@@ -64,12 +64,12 @@ class ServedDrafter:
         yield Kind.SWAP
         before = Before(self.weights, self.generation, self.live)
         staged.apply()
-        self.newest += 1  # at once: if something below fails, the log names what is served
+        self.newest += 1  # before anything below can fail, so that the log names the generation that is served
         self.weights, self.generation = weights, self.newest
-        if self.before is None or self.live.requests >= LEAST_REQUESTS:  # too few say nothing: the one before stays
+        if self.before is None or self.live.requests >= LEAST_REQUESTS:  # with too few requests the older baseline stays
             self.before = before
         if self.drafter.fallback is not None:
-            self.before = None  # what was seen of n-grams says nothing about these weights
+            self.before = None  # live figures of n-grams are no baseline for these weights
         self._serves_another()
         self.num_swaps += 1
         log.info("learning: generation %d is served: %s", self.generation, decision.reason)
@@ -77,7 +77,7 @@ class ServedDrafter:
         self.save(decision.to_dict())
 
     def roll_back(self, reason: str) -> None:
-        """Serves the generation before again."""
+        """Serves the previous generation again."""
         assert self.before is not None
         before, fallen = self.before, self.generation
         staged, work = self.stage(before.weights)
@@ -88,7 +88,7 @@ class ServedDrafter:
         self._serves_another()
         self.live = before.live
         self.num_rollbacks += 1
-        log.warning("learning: generation %d is taken back, generation %d is served again: %s", fallen, self.generation, reason)
+        log.warning("learning: rolled back from generation %d to generation %d: %s", fallen, self.generation, reason)
         self.journal.record("rollback", fallen=fallen, reason=reason)
         self.journal.choose(self.generation)
 
@@ -97,8 +97,8 @@ class ServedDrafter:
         self.journal.record("refused", **decision.to_dict())
 
     def has_fallen(self) -> bool:
-        """Whether live acceptance is clearly lower than before the swap. Some hundred requests later traffic may have changed
-        as well as the weights, and nothing is compared any more."""
+        """Whether live acceptance is clearly lower than before the swap. The comparison ends after `COMPARED_REQUESTS`
+        requests, because by then the traffic may have changed as well as the weights."""
         if self.before is None:
             return False
         if has_fallen(self.before.live, self.live):
@@ -108,20 +108,20 @@ class ServedDrafter:
         return False
 
     def note_passes(self, tokens: int, accepted: int) -> None:
-        """Of a finished request: so many tokens, of which so many were drafted; each other one took a pass of the target."""
+        """Counts a finished request's answer tokens and target passes: each token that is not an accepted draft took a pass."""
         if self.drafter.fallback is not None:
             self.ngram_tokens += tokens
             self.ngram_passes += tokens - accepted
 
     def choose_drafts(self, decision: Decision) -> None:
-        """Day 0: n-grams draft until the drafter's acceptance length on held-out texts exceeds their tokens per target pass.
-        Asked before the decision is acted on."""
+        """Ends n-gram drafting once the drafter's acceptance length on held-out texts exceeds the n-grams' tokens per target
+        pass. Called before the decision is acted on."""
         if self.drafter.fallback is None or not self.ngram_passes:
             return
         if (decision.recent_after if decision.accepted else decision.recent_before) > self.ngram_tokens / self.ngram_passes:
             self.drafter.fallback, self.before = None, None
-            self.live = Live()  # what was counted is n-grams'
-            log.info("learning: the drafter drafts instead of n-grams from now on")
+            self.live = Live()  # the figures so far are of n-grams
+            log.info("learning: the drafter now replaces n-gram drafting")
 
     def save(self, figures: dict[str, Any]) -> None:
         if self.journal.generations is None:
@@ -130,22 +130,22 @@ class ServedDrafter:
             copy = EagleDrafter(self.network.config)
         state = {name: value.cpu() for name, value in self.weights.items()}
         copy.load_state_dict({**state, "d2t": self.d2t.cpu()}, assign=True)
-        needed = [] if self.before is None else [self.before.generation]  # a roll-back would go to it
+        needed = [] if self.before is None else [self.before.generation]  # the target of a roll-back
         has_ngrams = self.drafter.fallback is not None
         self.journal.save(copy, self.generation, {**figures, "has_ngrams": has_ngrams}, needed)
 
     def release(self) -> None:
-        """Learning has stopped: the served network stays as it is."""
+        """Frees the weights after learning has stopped; the served network stays as it is."""
         self.weights, self.before, self.first_weights = {}, None, None
 
     def _serves_another(self) -> None:
-        """The drafter's part of cached pages, and what the guard knows, belong to the weights before."""
+        """Resets what belongs to the previous weights: live figures, the drafter's cached KV pages, the guard's records."""
         self.live = Live()
         self.engine.forget_drafts()
 
 
 def weights_of(drafter: EagleDrafter) -> dict[str, Tensor]:
-    """A copy in fp32, on its device."""
+    """Returns a copy of the drafter's weights in fp32, on its device."""
     return {name: value.detach().float().clone() for name, value in drafter.named_parameters()}
 
 
@@ -154,24 +154,24 @@ def are_finite(weights: Mapping[str, Tensor]) -> bool:
 
 
 def staged_bytes(network: EagleDrafter) -> int:
-    """What `StagedWeights` takes for a while: all that is served in another type or layout than fp32."""
+    """Returns the temporary memory of `StagedWeights`: all weights that are served in another type or layout than fp32."""
     modules = list(network.modules())
     plain = [one for module in modules for one in module.parameters(recurse=False) if one.dtype != torch.float32]
     return sum(one.nbytes for one in plain) + sum(one.num_bytes for one in modules if isinstance(one, PackedLinear))
 
 
 class StagedWeights:
-    """New weights for a served network, in its types and layouts: prepared beside it, then copied in place, so that captured
-    graphs and C pointers stay valid. The engine runs no step during `apply`."""
+    """New weights for a served network in its types and layouts. They are prepared separately, then copied in place, so that
+    CUDA graphs and C pointers stay valid. The engine runs no step during `apply`."""
 
     def __init__(self, network: EagleDrafter) -> None:
         self.network = network
-        self.copies: list[tuple[Tensor, Tensor]] = []  # to, from
-        self.packed: list[tuple[PackedLinear, PackedLinear]] = []  # where there is no C code: to, from
+        self.copies: list[tuple[Tensor, Tensor]] = []  # (to, from)
+        self.packed: list[tuple[PackedLinear, PackedLinear]] = []  # (to, from) of modules without C code
 
     @torch.no_grad()
     def prepare(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Casts and packs module by module; pauses after each."""
+        """Casts and packs the weights module by module; yields after each."""
         for name, module in self.network.named_modules():
             if isinstance(module, PackedLinear):
                 fresh = PackedLinear(_plain(weights[f"{name}.weight"], weights.get(f"{name}.bias")), module.asked_bits)
@@ -183,7 +183,7 @@ class StagedWeights:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Enqueued behind all launched work on a GPU; done when it returns on a CPU."""
+        """Copies the weights into the served network; on a GPU the copies are enqueued after all launched work."""
         for place, value in self.copies:
             place.copy_(value)
         for module, fresh in self.packed:

@@ -1,4 +1,4 @@
-"""An engine that learns: its drafter from a learn folder, by name, or made from the target's last layer where there is none."""
+"""Builds an engine that learns. Its drafter comes from the learn folder, from `--drafter`, or from the target's last layer."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from fledge.training.recipe import DrafterRecipe
 
 log = logging.getLogger("fledge.learning")
 
-# The window of a drafter that is made on the spot: one without a window loses most of its acceptance in long texts.
+# Attention window of a drafter made at startup; without a window it would lose most of its acceptance in long texts.
 WINDOW = 512
-# Learning rates at first. On translations, 64 steps at 1e-4 brought 10 % of acceptance; a new drafter has nothing to lose.
+# Learning rates at the start. On translations, 64 steps at 1e-4 gained 10 % acceptance; a new drafter has nothing to lose.
 TRAINED_RATE, NEW_RATE = 1e-4, 5e-4
 
 
@@ -54,9 +54,9 @@ def build_learning_engine(
     capture: bool | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Engine:
-    """As `build_engine`, with a `Learning` hook. `fixed_prompts`: None: those of `learn.replay`, or the built-in ones.
+    """Builds an engine (`build_engine`) with a `Learning` hook. `clock`: measures the budget and the rate of samples.
 
-    `clock`: what the budget and the rate of samples are measured with.
+    `fixed_prompts`: prompts of the fixed set; None: those of `learn.replay`, or the built-in ones.
     """
     device = resolve_device(config.device)
     learn = learn.resolve(device)
@@ -74,7 +74,7 @@ def build_learning_engine(
         network = load_drafter(generations.path(number), target)
         is_warm_start = bool(generations.figures(0).get("is_warm_start"))
         has_ngrams = bool(generations.figures(number).get("has_ngrams"))
-        log.info("learning: goes on with generation %d of %s", number, generations.folder)
+        log.info("learning: continues with generation %d of %s", number, generations.folder)
     elif given is None:
         network, is_warm_start, has_ngrams = EagleDrafter(initial_drafter_config(target)), True, True
     else:
@@ -95,7 +95,7 @@ def build_learning_engine(
     if is_warm_start and number is None:
         _start(engine, master)
     if has_ngrams and isinstance(engine.executor, EagerExecutor) and engine.drafter.tree is None:
-        engine.drafter.fallback = NgramSpeculator(engine.drafter.depth)  # they draft until the drafter is better
+        engine.drafter.fallback = NgramSpeculator(engine.drafter.depth)  # n-grams draft until the drafter is better
     if fixed_prompts is None:
         fixed_prompts = prompts_of(engine, learn)
     try:
@@ -103,21 +103,21 @@ def build_learning_engine(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        log.error("learning stops: out of memory; the server starts without it")
+        log.error("learning stops: out of memory; the server starts without learning")
         return engine
     if generations is not None:
         _go_on(learning, generations, number, target)
         if number is None:
             learning.served.save({"reason": "the first", "is_warm_start": is_warm_start, **asdict(origin)})
     if is_warm_start and number is None:
-        log.info("learning: no drafter was named; one made from the target's last layer learns from the requests")
+        log.info("learning: no drafter was given; a new one, made from the target's last layer, learns from the requests")
     return engine
 
 
 def _go_on(learning: Learning, generations: Generations, number: int | None, target: ModelConfig) -> None:
-    """`number`: of the generation that was loaded."""
+    """Continues the numbering of a learn folder. `number`: the generation that was loaded."""
     served = learning.served
-    served.newest = generations.newest  # also after current.json was deleted: no number is given twice
+    served.newest = generations.newest  # even if current.json was deleted: no number is used twice
     if number:
         served.generation = number
         if generations.has(0):
@@ -126,8 +126,8 @@ def _go_on(learning: Learning, generations: Generations, number: int | None, tar
 
 
 def initial_drafter_config(target: ModelConfig) -> DrafterConfig:
-    """Of a drafter for a target that has none: it shares the target's head, so that no vocabulary has to be counted first."""
-    few = tuple(sorted({target.num_layers // 2, target.num_layers - 1, target.num_layers}))  # the usual ones need eight
+    """Returns the config of a new drafter. It shares the target's head, so no draft vocabulary has to be counted first."""
+    few = tuple(sorted({target.num_layers // 2, target.num_layers - 1, target.num_layers}))  # the default taps need 8 layers
     aux_layers = None if target.num_layers >= 8 else few
     recipe = DrafterRecipe(draft_vocab_size=None, own_head=False, window=WINDOW, aux_layers=aux_layers)
     return drafter_config(recipe, target)
@@ -135,11 +135,11 @@ def initial_drafter_config(target: ModelConfig) -> DrafterConfig:
 
 @torch.no_grad()
 def _start(engine: Engine, master: EagleDrafter) -> None:
-    """Day 0: weights from the target's last layer, as it is served."""
+    """Initializes a new drafter from the weights of the served target's last layer."""
     assert isinstance(engine.drafter, EagleSpeculator)
     target = ServedTarget(engine.decoder, master.config.aux_layer_ids)
     vocab_size = target.vocab_size
-    tokens = [(7 * place + 3) % vocab_size for place in range(64)]  # any: the median size of states over them counts
+    tokens = [(7 * place + 3) % vocab_size for place in range(64)]  # any tokens: only the states' median size is used
     taps = [tap.float().cpu() for tap in target.read([(tokens, 1)])[0].taps]
     start_from_target(master, last_layer(engine.decoder, linear_weight), target.head, engine.decoder.embed_tokens, taps)
     staged = StagedWeights(engine.drafter.network)

@@ -1,4 +1,4 @@
-"""An arm: one drafter in training, with its objective, optimiser, best acceptance and folder. A run has one or several."""
+"""An arm: one drafter in training, with its objective, optimizer, best acceptance and folder. A run has one or several."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Recent = deque[tuple[int, StepInput]]
 
 
 class TrainingStopped(UserError):
-    """The run cannot go on; says where and what to do."""
+    """The run cannot continue. The message says where it stopped and what to do."""
 
 
 class OutOfMemory(TrainingStopped):
-    """`on_all`: all processes of the run stopped for it, so that they can try again together."""
+    """The device ran out of memory. `on_all`: all processes of the run have stopped for it, so they can retry together."""
 
     def __init__(self, message: str, *, on_all: bool) -> None:
         super().__init__(message)
@@ -48,7 +48,7 @@ class _Window:
 
     loss: Tensor
     grad_norm: Tensor
-    first_bad: Tensor  # step whose loss was not finite; −1: none
+    first_bad: Tensor  # first step whose loss was not finite; −1: none
     steps: int = 0
     tokens: int = 0
     began: float = 0.0
@@ -62,7 +62,7 @@ class Arm:
         self.provenance = context.provenance
         self.folder, self.dtype = Path(self.recipe.output), getattr(torch, self.recipe.run.compute_dtype)
         self.best, self.stale = 0.0, 0
-        self.evaluations: list[dict[str, Any]] = []  # of this process's part of the run
+        self.evaluations: list[dict[str, Any]] = []  # since this process started; earlier ones before a resume are not in it
         dist.broadcast_parameters(self.drafter)
         self.objective = self._objective(context.target, compile=self.recipe.run.compile == "yes")
         self.optimizer = build_optimizers(self.drafter, self.recipe.optimizer)
@@ -90,13 +90,13 @@ class Arm:
     # --- a step ---------------------------------------------------------------------------------------------------
 
     def begin_step(self, share: float) -> None:
-        """`share`: how much of the run is over."""
+        """Sets the learning rate and clears the gradients. `share`: fraction of the run that is complete, 0 to 1."""
         self.optimizer.set_factor(learning_rate_factor(share, self.recipe.optimizer))
         self.optimizer.zero_grad()
         self._metrics: list[StepMetrics] = []
 
     def backward(self, batch: TrainBatch, states: TargetStates, counts_K: Tensor, measure: bool) -> None:
-        """Adds a batch's gradients. `counts_K`: positions with loss at each draft step, of the whole step."""
+        """Accumulates a batch's gradients. `counts_K`: positions with loss at each draft step, over the whole training step."""
         weights = self.objective.step_weights(counts_K)
         loss, metrics = self.objective(batch, weights, measure=measure, states=states)
         loss.backward()
@@ -105,7 +105,7 @@ class Arm:
         self._window.tokens += batch.tokens_BT.numel() * self.dist.size
 
     def end_step(self, step: int) -> None:
-        """Updates the weights by the gradients, which are summed over all processes by now."""
+        """Updates the weights. The gradients must already be summed over all processes."""
         norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.recipe.optimizer.max_grad_norm or math.inf)
         self.optimizer.step()
         window = self._window
@@ -122,7 +122,7 @@ class Arm:
         self._window = _Window(zero.clone(), zero.clone(), first_bad, began=time.perf_counter())
 
     def pause(self, seconds: float) -> None:
-        """Leaves an evaluation's time out of the tokens per second."""
+        """Excludes an evaluation's time from the tokens per second."""
         self._window.began += seconds
 
     def check_finite(self, recent: Recent) -> None:
@@ -140,7 +140,7 @@ class Arm:
         facts = self.dist.sum(facts)
         loss_K, acceptance_K, hits_K = facts[:-1].view(3, -1)
         passed = time.perf_counter() - window.began
-        counts = counts_K.clamp_min(1).double()  # with the tokens outside the draft vocabulary: they are misses
+        counts = counts_K.clamp_min(1).double()  # includes tokens outside the draft vocabulary: they are misses
         figures = {
             "loss": float(facts[-1]),
             "loss_by_step": (loss_K / self.objective.decay_K.cpu()).tolist(),
@@ -165,7 +165,7 @@ class Arm:
         self.reset_window()
 
     def evaluate(self, step: int, tokens: int, held_out: HeldOut | None) -> None:
-        """Evaluates on the first process, which has `held_out`, and keeps the drafter if it is the best so far."""
+        """Evaluates on the first process, which has `held_out`, and exports the drafter if it is the best so far."""
         asked = self.recipe.evaluation
 
         def measured() -> dict[str, Any]:
@@ -194,7 +194,7 @@ class Arm:
         write_atomically(self.folder / "recipe.yaml", lambda file: file.write(text))
 
     def save(self, step: int, position: dict[str, Any], keep: int) -> None:
-        """`position`: where the run's loop is."""
+        """Saves a checkpoint. `position`: the state of the training loop."""
         state = {
             "recipe": self.recipe.to_dict(),
             "config": config_to_hf(self.drafter.config, self.dtype),
@@ -208,7 +208,7 @@ class Arm:
         save_checkpoint(self.folder / "checkpoints", step, state, keep)
 
     def resume(self, path: Path) -> dict[str, Any]:
-        """Loads a checkpoint's weights and returns its whole state. The first process reads: others may not have the file."""
+        """Loads a checkpoint's weights and returns its whole state. Only the first process reads: others may lack the file."""
         state = self.dist.on_first(lambda: load_checkpoint(path))
         if not torch.equal(state["drafter"]["d2t"], self.drafter.d2t.cpu()):
             raise UserError(
@@ -220,18 +220,18 @@ class Arm:
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError):
             raise UserError(
-                f"{path}: belongs to another drafter or optimiser than this recipe's; use another output folder, or "
-                "delete it to start anew"
+                f"{path}: belongs to another drafter or optimizer than this recipe's; use another output folder, or "
+                "delete the checkpoint to start again"
             ) from None
         self.best, self.stale = state["best"], state["stale"]
         return state
 
 
-# --- optimisers -------------------------------------------------------------------------------------------------------
+# --- optimizers -------------------------------------------------------------------------------------------------------
 
 
 class Optimizers:
-    """One or two optimisers as one; each keeps its own peak learning rate."""
+    """Combines one or two optimizers; each keeps its own peak learning rate."""
 
     def __init__(self, parts: Iterable[torch.optim.Optimizer]) -> None:
         self.parts = list(parts)
@@ -259,9 +259,9 @@ class Optimizers:
 
 
 def build_optimizers(drafter: nn.Module, settings: OptimizerRecipe) -> Optimizers:
-    """Norms and biases never decay. Muon takes the layers' matrices and fc; the head and embedding stay with AdamW.
+    """Builds the optimizers. With Muon, it takes the layers' matrices and fc; the head and embedding stay with AdamW.
 
-    Muon's update is scaled to AdamW's size, so that learning rates of the two compare.
+    Norms and biases have no weight decay. Muon's update is scaled to AdamW's size, so that their learning rates are comparable.
     """
     named = [(name, p) for name, p in drafter.named_parameters() if p.requires_grad]
     use_muon, rate = settings.kind == "muon", settings.learning_rate
@@ -288,10 +288,10 @@ def build_optimizers(drafter: nn.Module, settings: OptimizerRecipe) -> Optimizer
 
 
 def learning_rate_factor(progress: float, settings: OptimizerRecipe) -> float:
-    """Share of the peak learning rate when `progress` (0…1) of the run is done."""
+    """Returns the factor on the peak learning rate when the fraction `progress` (0…1) of the run is complete."""
     kind, warmup = settings.schedule, settings.warmup
     if progress < warmup:
-        return min(1.0, max(progress, 1e-4) / warmup)  # the first step learns something too, and none more than the peak
+        return min(1.0, max(progress, 1e-4) / warmup)  # above 0 at the first step, and at most the peak
     if kind == "constant":
         return 1.0
     done = min(1.0, (progress - warmup) / max(1e-9, 1.0 - warmup))

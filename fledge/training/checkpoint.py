@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written atomically; whether a run may continue with other settings; and drafters of checkpoints."""
+"""Checkpoints of a run, written atomically. Also the check whether a run may resume with changed settings, and the export."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any], keep: int) -
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Oldest first."""
+    """Returns the checkpoints in a folder, oldest first."""
     return sorted(path for path in folder.glob("step-*.pt") if _NAME.fullmatch(path.name))
 
 
 def latest_checkpoints(folders: Sequence[Path]) -> list[Path]:
-    """The checkpoint of each run at the newest step that all have; empty if no run has any."""
+    """Returns each run's checkpoint at the newest step that all runs have; empty if no run has any checkpoint."""
     found = [{path.name: path for path in checkpoints(folder / "checkpoints")} for folder in folders]
     common = set.intersection(*(set(paths) for paths in found))
     if not common and any(found):
         raise UserError(
-            f"{', '.join(map(str, folders))}: these arms have no checkpoint of the same step; train what is missing in another "
+            f"{', '.join(map(str, folders))}: these arms have no checkpoint of the same step; train them again in another "
             "output folder"
         )
     return [paths[max(common)] for paths in found] if common else []
@@ -56,28 +56,28 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def load_checkpoint(path: Path, *, lazily: bool = False) -> dict[str, Any]:
-    """`lazily`: tensors are read only when they are used."""
+    """Loads a checkpoint's state. `lazily`: tensors are memory-mapped and read only when they are used."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
     except Exception as error:  # a damaged archive raises many kinds
         raise UserError(
-            f"{path}: cannot be read ({first_line(error)}); delete it to resume from the checkpoint before"
+            f"{path}: cannot be read ({first_line(error)}); delete it to resume from the previous checkpoint"
         ) from None
 
 
-# How long, how often told and evaluated, where things lie, and what gives the same numbers in less memory.
+# Settings that may change on resume: length, intervals, paths, and ways to save memory that give the same numbers.
 _FREE = {
     *("output", "evaluation"),
     *("run.steps", "run.epochs", "run.max_seconds", "run.patience", "run.log_every", "run.save_every", "run.evaluate_every"),
     *("run.save_seconds", "run.evaluate_seconds"),
     *("run.keep", "run.device", "run.compile", "run.shard_target", "run.hidden_states", "run.hidden_states_folder"),
     *("target.endpoint", "target.endpoint_states", "target.endpoint_requests"),
-    # Their contents are compared, elsewhere.
+    # The contents of these files are compared when they are loaded.
     *("data.train", "data.held_out", "data.decontaminate", "data.cache", "data.vocabulary"),
     "data.micro_batch_size",
     *("objective.chunk_rows", "objective.recompute"),
 }
-# What a run that diverged is told to change.
+# Settings that the error message of a diverged run tells the user to change.
 _REMEDIES = {
     *("optimizer.learning_rate", "optimizer.muon_learning_rate", "optimizer.warmup", "optimizer.max_grad_norm", "target.dtype"),
 }
@@ -85,7 +85,7 @@ _LEAST = {"output": "-", "target": {"model": "-"}, "data": {"train": ["-"]}, "ru
 
 
 def earlier_settings(output: str) -> dict[str, Any] | None:
-    """The recipe of the run in the output folder, as a mapping; None: there is no checkpoint yet."""
+    """Returns the recipe of the run in the output folder, as a mapping; None if there is no checkpoint yet."""
     found = checkpoints(Path(output) / "checkpoints")
     if not found:
         return None
@@ -93,7 +93,7 @@ def earlier_settings(output: str) -> dict[str, Any] | None:
 
 
 def check_settings(recipe: Recipe, before: Mapping[str, Any], log: Callable[[str], None]) -> None:
-    """Refuses to continue with another run than the one in the output folder; before anything is loaded or written."""
+    """Raises a UserError if settings differ from those of the run in the output folder. Runs before anything is loaded."""
     refused, logged = changed_settings(before, recipe)
     if refused:
         raise UserError(
@@ -101,7 +101,7 @@ def check_settings(recipe: Recipe, before: Mapping[str, Any], log: Callable[[str
             "folder"
         )
     for change in logged:
-        log(f"from here on: {change}")
+        log(f"changed setting: {change}")
 
 
 def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[str], list[str]]:
@@ -119,7 +119,7 @@ def changed_settings(before: Mapping[str, Any], recipe: Recipe) -> tuple[list[st
 
 
 def _within(value: Any, output: str) -> Any:
-    """A path inside the output folder (a toy's) moves with it."""
+    """Makes a path inside the output folder (of the toy model) relative, so that moving the folder is no change."""
     return value.removeprefix(output.rstrip("/") + "/") if isinstance(value, str) else value
 
 
@@ -137,19 +137,19 @@ def served_copy(drafter: EagleDrafter, target: Target, dtype: torch.dtype) -> Ea
 
 
 def export(drafter: EagleDrafter, folder: Path, dtype: torch.dtype, facts: dict[str, Any]) -> None:
-    """The raw EAGLE layout, with a `provenance.json` that says where it comes from."""
+    """Writes a drafter in the raw EAGLE layout, with a `provenance.json` that records its training."""
     record = {"fledge": __version__, "torch": torch.__version__, **facts}
     save_drafter(drafter, folder, dtype=dtype, texts={provenance.FILE: json.dumps(record, indent=2) + "\n"})
 
 
 def find_best(path: str | Path) -> Path | None:
-    """The best drafter of a run's folder, as training selected it. None: it is no such folder, or nothing was evaluated yet."""
+    """Returns the best drafter in a run's folder; None if it is not a run's folder or nothing has been evaluated yet."""
     best = Path(path) / "best"
     return best if (best / "config.json").is_file() else None
 
 
 def find_checkpoint(path: str | Path) -> Path | None:
-    """The training checkpoint that a path means: a file, or the newest of a folder. None: it is no such thing."""
+    """Returns the training checkpoint at a path: the file itself, or the newest one of a folder; None if there is none."""
     path = Path(path)
     if path.is_file() and path.suffix == ".pt":
         return path
@@ -161,7 +161,7 @@ def export_checkpoint(path: Path, folder: Path) -> None:
     """Writes the drafter of a training checkpoint in the raw EAGLE layout."""
     state = load_checkpoint(path, lazily=True)
     if not {"recipe", "config", "drafter", "step"} <= state.keys():
-        raise UserError(f"{path}: is no checkpoint of fledge train")
+        raise UserError(f"{path}: is not a checkpoint of fledge train")
     weights = state["drafter"]
     config = drafter_config_from_hf(state["config"])
     config = replace(config, own_head="lm_head.weight" in weights, own_embedding="embed_tokens.weight" in weights)

@@ -49,9 +49,9 @@ class TrainingContext:
 
 
 def resolve(recipe: Recipe, dist: DistributedContext, before: Mapping[str, Any] | None = None) -> Recipe:
-    """Replaces "auto" by what it comes to here; makes the toy if the recipe asks for it.
+    """Replaces each "auto" by its value on this machine, and makes the toy model if the recipe asks for it.
 
-    `before`: the settings of the run that is resumed; its steps keep their size.
+    `before`: the settings of the run that is resumed; the batch size of its steps is kept.
     """
     try:
         device = str(resolve_device(recipe.run.device))
@@ -79,36 +79,36 @@ def resolve(recipe: Recipe, dist: DistributedContext, before: Mapping[str, Any] 
     if recipe.run.shard_target and target.backend != "fledge":
         where = "at its endpoint" if target.endpoint is not None else "through transformers"
         raise RecipeError(
-            f"run.shard_target spreads the layers of Fledge's own decoder, but this target runs {where} "
-            "(target.endpoint serves a target that does not fit)"
+            f"run.shard_target distributes the layers of Fledge's own decoder, but this target runs {where}; for a target "
+            "that does not fit, use target.endpoint"
         )
     run = replace(recipe.run, device=device, compute_dtype=compute, compile=compiled)
     return replace(recipe, target=target, data=data, run=run)
 
 
 def _batch_sizes(data: DataRecipe, num_processes: int, earlier: int | None) -> DataRecipe:
-    """The rows of a step, and the largest micro-batch that divides each process's share of them."""
+    """Sets the rows of a step, and the largest micro-batch size that divides each process's share of them."""
     rows = data.global_batch_size or earlier or data.micro_batch_size * num_processes
     share, rest = divmod(rows, num_processes)
     if rest:
         raise RecipeError(
-            f"data.global_batch_size: {rows} rows of a step cannot be shared equally by {num_processes} processes; "
-            "use another number of them"
+            f"data.global_batch_size: {rows} rows per step cannot be divided equally among {num_processes} processes; "
+            "use a multiple of the number of processes"
         )
     micro = max(size for size in range(1, min(share, data.micro_batch_size) + 1) if share % size == 0)
     return replace(data, micro_batch_size=micro, global_batch_size=rows)
 
 
 def build_contexts(recipes: Sequence[Recipe], dist: DistributedContext, log: Log) -> list[TrainingContext]:
-    """One for each recipe, with a drafter of its own; target, data and draft vocabulary are shared. They must be resolved,
-    and alike in what they share (`arm.arm_recipes`)."""
+    """Builds a context for each recipe, with its own drafter; target, data and draft vocabulary are shared. The recipes must
+    be resolved, and equal in what they share (`recipe.arm_recipes`)."""
     recipe = recipes[0]
     device = torch.device(recipe.run.device)
-    # First: one may not be there.
+    # First, because a file may be missing, and the target takes long to load.
     sources_of = [load_drafter(one.drafter.init_from) if one.drafter.init_from else None for one in recipes]
     folder = find_target(recipe)
     tokenizer = Tokenizer(folder)
-    # One process reads and tokenises for all.
+    # Only the first process reads and tokenises the data; the others receive the result.
     train, held_out, prompts, report, hashes = dist.on_first(lambda: _data(recipe, tokenizer, log))
 
     loaded = load_target(recipe, dist, folder)
@@ -118,16 +118,16 @@ def build_contexts(recipes: Sequence[Recipe], dist: DistributedContext, log: Log
         log(f"the drafter gets plain positions (theta {config.rope.theta:g}): {problem}")
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
-            f"{recipe.target.model}: its tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}: "
+            f"{recipe.target.model}: its tokenizer has {tokenizer.vocab_size} tokens, but the model only {config.vocab_size}: "
             "they do not belong together"
         )
     stop_ids = tuple(dict.fromkeys([*loaded.stop_ids, *tokenizer.eos_token_ids]))
 
-    vocabulary, counted = None, None  # the target's
+    vocabulary, counted = None, None  # None: the target's vocabulary
     if config.draft_vocab_size < config.vocab_size:
         vocabulary = dist.on_first(lambda: _vocabulary(recipe, config, train, hashes, tokenizer.special_ids))
         counted = {"size": len(vocabulary), "coverage": vocabulary.coverage, "held_out": vocabulary.coverage_of(held_out)}
-        log(f"draft vocabulary: {vocabulary}, {counted['held_out']:.2%} of those held out")
+        log(f"draft vocabulary: {vocabulary}, {counted['held_out']:.2%} of the held-out ones")
     some = train.tokens[: min(256, recipe.data.sequence_length)]
     drafters = []
     for one, source in zip(recipes, sources_of, strict=True):
@@ -149,7 +149,7 @@ def build_contexts(recipes: Sequence[Recipe], dist: DistributedContext, log: Log
             "report": str(report),
         },
         "draft_vocabulary": counted,
-        "target_positions": shape.max_positions,  # with longrope, the longest text chooses the factors
+        "target_positions": shape.max_positions,  # with longrope, the context length selects the factors
     }
     return [
         TrainingContext(one, device, target, stop_ids, train, prompts, vocabulary, drafter, provenance, folder)
@@ -160,7 +160,7 @@ def build_contexts(recipes: Sequence[Recipe], dist: DistributedContext, log: Log
 def _data(
     recipe: Recipe, tokenizer: Tokenizer, log: Log
 ) -> tuple[SampleSet, SampleSet, list[list[int]], DataReport, dict[str, str]]:
-    """(training samples, held-out samples, held-out prompts, what became of the data, its hashes)."""
+    """Returns (training samples, held-out samples, held-out prompts, data report, hashes)."""
     data = recipe.data
     load = partial(
         load_samples,
@@ -182,8 +182,8 @@ def _data(
     else:
         if samples.num_prompts < 2:
             raise UserError(
-                "conversations that all begin with the same prompt cannot be split into training and held-out data: bring "
-                "more, or name other ones in data.held_out"
+                "all conversations begin with the same prompt, so they cannot be split into training and held-out data: add "
+                "more, or give held-out files in data.held_out"
             )
         samples, held_out = samples.split(min(data.held_out_samples, samples.num_prompts // 2), recipe.seed)
         asked = held_out.first_of_each_prompt()
@@ -195,7 +195,7 @@ def _data(
         raise UserError(f"no held-out prompt has at most {limit} tokens (evaluation.max_prompt_tokens)")
     if len(short) < len(prompts):
         unused = len(prompts) - len(short)
-        log(f"held out: {unused:,} of {len(prompts):,} prompts left out, as longer than evaluation.max_prompt_tokens or empty")
+        log(f"held out: {unused:,} of {len(prompts):,} prompts skipped (longer than evaluation.max_prompt_tokens, or empty)")
     prompts = short[: data.held_out_samples]
     hashes = {"data_hash": data_hash(data.train), "tokenizer_hash": tokenizer_hash(tokenizer)}
     return samples, held_out, prompts, report, hashes
@@ -214,7 +214,7 @@ def _vocabulary(
         vocabulary = DraftVocabulary.load(given or own)
         vocabulary.check(vocab_size=config.vocab_size, tokenizer_hash=hashes["tokenizer_hash"])
         if given:
-            vocabulary = vocabulary.for_data(train, hashes["data_hash"])  # counted elsewhere: that is what was asked for
+            vocabulary = vocabulary.for_data(train, hashes["data_hash"])  # a given vocabulary may come from other data
         else:
             vocabulary.check(data_hash=hashes["data_hash"])
         if len(vocabulary) != config.draft_vocab_size:
@@ -236,7 +236,7 @@ def start_drafter(
     log: Log,
     source: EagleDrafter | None,
 ) -> None:
-    """`tokens`: some of the data, to measure the target's states by. `source`: the drafter of `init_from`."""
+    """Initializes a drafter. `tokens`: data on which the target's states are measured. `source`: the drafter of `init_from`."""
     head, embedding = target.head, target.embedding
     sample = [int(token) for token in tokens]
     (text,) = HeldOut.of(target, [sample], [1], head.weight.device).texts
@@ -249,18 +249,18 @@ def start_drafter(
         copied = start_from_target(drafter, weights, head, embedding, taps, recipe.seed)
         log(f"starting from the target's last layer: {', '.join(copied)}")
         if not {"qkv_proj", "qkv_a_proj"}.intersection(copied):
-            log("the drafter's queries, keys and values start at random: the target's attention is of another kind or size")
+            log("the drafter's queries, keys and values start at random: the target's attention has another type or size")
     else:
         start_random(drafter, head, embedding, recipe.seed)
 
 
 def held_out_texts(context: TrainingContext) -> HeldOut:
-    """The target's greedy answers to the held-out prompts, and its states over them."""
+    """Returns the target's greedy answers to the held-out prompts, with its states."""
     target = context.target
     answers = target.continuations(context.prompts, context.recipe.evaluation.max_new_tokens, context.stop_ids)
     texts = [[*prompt, *answer] for prompt, answer in zip(context.prompts, answers, strict=True)]
     held_out = HeldOut.of(target, texts, [len(prompt) for prompt in context.prompts], context.device)
-    # A target that runs elsewhere, or as another library's module, hides its attention: column 0, unless told otherwise.
+    # The attention of a target at an endpoint or in transformers is not accessible: the sink is column 0 unless configured.
     if isinstance(target, DecoderTarget) and context.recipe.evaluation.sink_column is None:
         held_out = held_out.with_sink(target.decoder)
     return held_out

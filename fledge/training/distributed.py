@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from fledge.errors import UserError
 
-PATIENCE = timedelta(days=2)  # while the first process tokenises or answers, the others wait for it
-BROADCAST_BYTES = 1 << 28  # at a time
+PATIENCE = timedelta(days=2)  # timeout: the other processes wait while the first one tokenises or answers
+BROADCAST_BYTES = 1 << 28  # per message
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors become numpy arrays, which pickle hands over as buffers instead of copying them."""
+    """Pickles tensors as numpy arrays, which pickle passes as buffers without copying them."""
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, Tensor):
@@ -38,7 +38,7 @@ def _tensor_of(flat: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Tenso
 
 
 class AgreedOutOfMemory(torch.OutOfMemoryError):
-    """Memory ran out on at least one process, and all of them know: they can go on together."""
+    """Raised by all processes when memory ran out on at least one of them, so that they can retry together."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DistributedContext:
     size: int = 1
     local_rank: int = 0
     local_size: int = 1  # processes on this machine
-    control: Any = None  # process group on the host, for small messages: it never waits for a GPU
+    control: Any = None  # process group on the host for small messages, which never waits for a GPU
 
     @classmethod
     def join(cls, use_cuda: bool) -> DistributedContext:
@@ -68,7 +68,7 @@ class DistributedContext:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes of a small tensor on the host."""
+        """Returns the sum over all processes of a small tensor on the host."""
         if self.size > 1:
             values = values.clone()
             dist.all_reduce(values, group=self.control)
@@ -89,15 +89,15 @@ class DistributedContext:
             parts = [bytearray(size) for size in sizes]
         for part in filter(len, parts):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the first process's may be read-only, and is only read
+                warnings.simplefilter("ignore")  # buffers of the first process may be read-only; they are only read
                 whole = torch.frombuffer(part, dtype=torch.uint8)
             for piece in whole.split(BROADCAST_BYTES):
                 dist.broadcast(piece, src=0, group=self.control)
         return value if self.is_first else pickle.loads(packed, buffers=parts)
 
     def on_first(self, work: Callable[[], Any]) -> Any:
-        """Runs `work` on the first process and returns its result on all. A user's mistake, or memory that runs out there, is
-        raised by all."""
+        """Runs `work` on the first process and returns its result on all. A UserError or an out-of-memory error there is
+        raised on all."""
         if self.size == 1:
             return work()
         result: Any = None
@@ -115,7 +115,7 @@ class DistributedContext:
         return result
 
     def on_each(self, work: Callable[[], Any]) -> Any:
-        """Runs `work` on every process; each returns its own result. A user's mistake on one is raised by all."""
+        """Runs `work` on every process; each returns its own result. A UserError on one process is raised on all."""
         if self.size == 1:
             return work()
         result, problem = None, None
@@ -132,7 +132,7 @@ class DistributedContext:
 
     @contextmanager
     def agree_on_memory(self) -> Iterator[None]:
-        """Memory that runs out on one process is raised by all: none waits for one that is gone. No collectives inside."""
+        """Raises an out-of-memory error of one process on all, so that none waits for it. No collectives inside the block."""
         problem = ""
         try:
             yield
@@ -142,7 +142,7 @@ class DistributedContext:
             raise AgreedOutOfMemory(problem or "on another process")
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """In place, so that it takes no memory. The drafter has few tensors: overlapping would gain nothing."""
+        """Sums gradients over all processes, in place to save memory. The drafter has few tensors: overlap gains nothing."""
         if self.size > 1:
             for parameter in parameters:
                 if parameter.grad is not None:

@@ -1,7 +1,7 @@
-"""The drafter that a recipe asks for: its configuration, and where its weights start.
+"""Creates the drafter of a recipe: its configuration and its initial weights.
 
-They start from the target's last layer, from random weights, or from another drafter. Starting from the target's last layer
-halves the way: in short runs the weighted loss after 150 steps was 15.1, against 17.0 from random weights.
+The weights start from the target's last layer, from random values, or from another drafter. In short runs, the weighted loss
+after 150 steps was 15.1 when starting from the target's last layer, and 17.0 from random weights.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from fledge.models.layers import RMSNorm
 from fledge.training.recipe import DrafterRecipe, LatentRecipe, RecipeError
 from fledge.training.targets.target import Head
 
-SMALL = 0.02  # standard deviation of what is not copied
+SMALL = 0.02  # standard deviation of weights that are not copied
 
-Piece = tuple[Tensor, Tensor | None]  # where to, what (None: the target has no such thing)
+Piece = tuple[Tensor, Tensor | None]  # (to, from); None: the target has no such weight
 
 _OF_USE = (
     *("self_attn.", "input_layernorm.", "post_attention_layernorm.", "pre_feedforward_layernorm."),
     *("mlp.gate_proj.", "mlp.up_proj.", "mlp.down_proj."),
 )
 _OF_USE_HERE = ("self_attn.", "input_layernorm", "post_attention_layernorm", "mlp.gate_up_proj", "mlp.down_proj")
-# What our networks keep as one, under the names of transformers' models.
+# Weights that Fledge's networks store fused: our name, and the names in transformers' models.
 _FUSED = (
     ("self_attn.qkv_proj.weight", [f"self_attn.{part}_proj.weight" for part in "qkv"]),
     ("self_attn.qkv_a_proj.weight", ["self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"]),
@@ -43,7 +43,7 @@ _FUSED = (
 
 
 def drafter_config(asked: DrafterRecipe, target: Any) -> DrafterConfig:
-    """A drafter of the target's shape. `target`: a ModelConfig, or anything with its fields."""
+    """Returns the configuration of a drafter for a target. `target`: a ModelConfig, or anything with its fields."""
     aux = asked.aux_layers or default_aux_layers(target.num_layers)
     if bad := [i for i in aux if not 0 <= i <= target.num_layers]:
         raise ModelError(f"drafter.aux_layers: the target has {target.num_layers} layers; it cannot be tapped after {bad}")
@@ -58,7 +58,7 @@ def drafter_config(asked: DrafterRecipe, target: Any) -> DrafterConfig:
     mla = latent_sizes(asked.mla, target) if asked.attention == "mla" else None
     rope = target.rope
     if rope.kind == "longrope" or (mla is not None and MLAConfig.rope_problem(rope)):
-        rope = RopeConfig(theta=rope.theta)  # the drafter need not share the target's positions; plain ones will do
+        rope = RopeConfig(theta=rope.theta)  # plain RoPE: the drafter's positions need not equal the target's
     return DrafterConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size,
@@ -86,7 +86,7 @@ def drafter_config(asked: DrafterRecipe, target: Any) -> DrafterConfig:
 
 
 def latent_sizes(asked: LatentRecipe, target: Any) -> MLAConfig:
-    """What the recipe says, else the target's own sizes, else DeepSeek's with heads as wide as the target's."""
+    """Returns the MLA sizes: the recipe's, else the target's own, else DeepSeek's with the target's head size."""
     usual = MLAConfig(
         kv_lora_rank=512,
         qk_nope_head_dim=target.head_dim,
@@ -104,7 +104,7 @@ def latent_sizes(asked: LatentRecipe, target: Any) -> MLAConfig:
 
 @torch.no_grad()
 def start_random(drafter: EagleDrafter, head: Head, embedding: nn.Module, seed: int = 0) -> None:
-    """Random layers; an own head and embedding still start as the target's."""
+    """Initializes the layers at random. A head or embedding of its own still starts as a copy of the target's."""
     generator = torch.Generator().manual_seed(seed)
     for module in drafter.modules():
         if isinstance(module, nn.Linear):
@@ -125,10 +125,10 @@ def start_from_target(
     taps: Sequence[Tensor],
     seed: int = 0,
 ) -> list[str]:
-    """Copies what fits from the target's last layer; returns the names of what was copied.
+    """Copies the weights of the target's last layer that fit; returns the names of the copied ones.
 
     `target_layer`: see `last_layer`. `taps`: target states of a few tokens, on the drafter's device. fc starts as the
-    identity on the highest tap, so that the first step begins where the target's last layer would.
+    identity on the highest tap, so that the drafter's layer gets the same input as the target's last layer.
     """
     start_random(drafter, head, embedding, seed)
     config, copied = drafter.config, ["lm_head"]
@@ -161,10 +161,10 @@ def start_from_target(
 
 
 def _fit_residual_stream(drafter: EagleDrafter, taps: Sequence[Tensor]) -> float:
-    """The drafter's residual stream relative to the target's: what a copied layer adds must be as much smaller.
+    """Returns the size of the drafter's residual stream relative to the target's, by which a copied layer's outputs are scaled.
 
     The stream starts from fc's output at step 0 and from the fed-back state later. `fc_norm` makes the former small,
-    `norm_output` the latter, `norm_before_residual` both. Where they differ, fc is scaled so that all steps start alike.
+    `norm_output` the latter, `norm_before_residual` both. If the two differ, fc is scaled so that all steps start equal.
     """
     config = drafter.config
     state = drafter.fuse(taps)
@@ -173,7 +173,7 @@ def _fit_residual_stream(drafter: EagleDrafter, taps: Sequence[Tensor]) -> float
         assert norm is not None, "the first layer's"
         stream = _usual_rms(norm(state))
     elif config.norm_output:
-        stream = drafter.norm.weight.float().square().mean().sqrt()  # of a state of unit size times these
+        stream = drafter.norm.weight.float().square().mean().sqrt()  # size of a normed state times these weights
         drafter.fc.weight.mul_(stream / _usual_rms(state))
     else:
         stream = _usual_rms(state)
@@ -181,9 +181,9 @@ def _fit_residual_stream(drafter: EagleDrafter, taps: Sequence[Tensor]) -> float
 
 
 def _attention_pieces(drafter: EagleDrafter, target_layer: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """Attention means something only as a whole: nothing is taken from another kind.
+    """Returns the attention weights to copy. They only work together, so none are taken from another attention type.
 
-    Of a target with norms on queries and keys (Qwen3), the projections mean nothing to a drafter without them.
+    Projections of a target with norms on queries and keys (Qwen3) are useless for a drafter without these norms.
     """
     config, attention = drafter.config, drafter.layers[0].self_attn
     given = {name.removeprefix("self_attn."): value for name, value in target_layer.items() if name.startswith("self_attn.")}
@@ -204,7 +204,7 @@ def _attention_pieces(drafter: EagleDrafter, target_layer: Mapping[str, Tensor])
 
 
 def whole_weight(module: nn.Module) -> Tensor:
-    """A module's weight. A sharded one is gathered, by all processes."""
+    """Returns a module's weight. A sharded one is gathered, which all processes must call."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     gather = getattr(weight, "full_tensor", None)
@@ -212,13 +212,13 @@ def whole_weight(module: nn.Module) -> Tensor:
 
 
 def last_layer(decoder: Decoder, weight_of: Callable[[nn.Module], Tensor] = whole_weight) -> dict[str, Tensor]:
-    """The last layer's weights that a drafter's layer can use, by our names, and the final norm as `norm.weight`.
+    """Returns the last layer's weights that a drafter's layer can use, by our names, and the final norm as `norm.weight`.
 
-    `weight_of`: a linear's weight [O, I], for a decoder whose weights are packed or quantised.
+    `weight_of`: returns a linear's weight [O, I], for a decoder whose weights are packed or quantised.
     """
     weights = {"norm.weight": decoder.norm.weight.detach().float().cpu()}
     for name, module in decoder.layers[-1].named_modules():
-        if not name.startswith(_OF_USE_HERE):  # not the experts
+        if not name.startswith(_OF_USE_HERE):  # skips experts
             continue
         if isinstance(module, RMSNorm):
             weights[f"{name}.weight"] = whole_weight(module).detach().float().cpu()
@@ -228,20 +228,20 @@ def last_layer(decoder: Decoder, weight_of: Callable[[nn.Module], Tensor] = whol
 
 
 def usable(weights: dict[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Leaves out weights of a last layer that mean nothing to a drafter's: where outputs are normed, weights before that norm
-    have no size without it; where only a part of a head is rotated, queries and keys are of another kind."""
+    """Removes weights of a last layer that a drafter cannot use. If outputs are normed, the scale of the weights before that
+    norm is meaningless without it; if only a part of each head is rotated, queries and keys do not match the drafter's."""
     unusable: tuple[str, ...] = ("self_attn.o_proj.", "mlp.down_proj.") if config.sandwich_norms else ()
     unusable += ("self_attn.qkv_proj.",) if config.rotary_dim != config.head_dim else ()
     return {name: value for name, value in weights.items() if not unusable or not name.startswith(unusable)}
 
 
 def last_layer_of_transformers(model: Any) -> dict[str, Tensor]:
-    """The same from a transformers model with Llama's names; empty when it has others."""
+    """Returns the same weights from a transformers model with Llama's names; empty if it uses other names."""
     decoder = model.get_decoder()
     layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
     if not isinstance(layers, nn.ModuleList) or norm is None:
         return {}
-    named = [(name, value) for name, value in layers[-1].named_parameters() if name.startswith(_OF_USE)]  # not the experts
+    named = [(name, value) for name, value in layers[-1].named_parameters() if name.startswith(_OF_USE)]  # skips experts
     weights = {name: value.detach().float().cpu() for name, value in named}
     for name, module in layers[-1].named_modules():
         if "norm" in name and f"{name}.weight" in weights:
@@ -255,18 +255,18 @@ def last_layer_of_transformers(model: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _multiplier(norm: nn.Module) -> Tensor:
-    """What a norm multiplies by. Gemma's keep it less one."""
+    """Returns the factors of a norm; Gemma's norms store them minus one."""
     assert isinstance(norm.weight, Tensor)
     weight = norm.weight.detach()
     signs = torch.ones_like(weight)
-    signs[1::2] = -1  # its root mean square is one, whether the mean is taken away first or not
+    signs[1::2] = -1  # mean 0 and root mean square 1, so that norms with and without mean subtraction give the same
     found, kept = (norm(signs[None])[0] * signs).float().cpu(), weight.float().cpu()
     return kept + 1 if (found - kept - 1).abs().sum() < (found - kept).abs().sum() else kept
 
 
 def _leave_normed_outputs(weights: dict[str, Tensor], layer: nn.Module) -> None:
-    """Some layers norm what attention and MLP give (Gemma 2, OLMo 2, GLM 4): weights whose output is normed have no size that
-    means anything without it. Where Llama's norm before the MLP has its name, theirs after attention may have it."""
+    """Removes o_proj and down_proj of layers that norm their outputs (Gemma 2, OLMo 2, GLM 4): their scale needs that norm. If
+    the norm before the MLP is called `pre_feedforward_layernorm`, it gets Llama's name, `post_attention_layernorm`."""
     if hasattr(layer, "post_feedforward_layernorm"):
         weights.pop("post_attention_layernorm.weight", None)
         if "pre_feedforward_layernorm.weight" in weights:
@@ -281,9 +281,9 @@ def _leave_normed_outputs(weights: dict[str, Tensor], layer: nn.Module) -> None:
 def start_from_drafter(
     drafter: EagleDrafter, source: EagleDrafter, head: Head, embedding: nn.Module, taps: Sequence[Tensor] | None = None
 ) -> list[str]:
-    """Takes over another drafter's weights, whatever its version; returns the names of what is new.
+    """Copies another drafter's weights, of any version; returns the names of weights that the other one lacks.
 
-    `taps`: target states of a few tokens. New `fc_norm` weights start at each tap's usual size, so that fc goes on seeing
+    `taps`: target states of a few tokens. New `fc_norm` weights start at each tap's median size, so that fc still gets
     states of the size it was trained on.
     """
     ours, theirs = drafter.config, source.config
@@ -312,7 +312,7 @@ def start_from_drafter(
 
 
 def _copy_head_rows(drafter: EagleDrafter, source: EagleDrafter) -> None:
-    """Head rows by the target token they stand for: the two drafters may have other vocabularies."""
+    """Copies head rows by their target token, because the two drafters may have different draft vocabularies."""
     row_of = torch.full((source.config.vocab_size,), -1)
     row_of[source.target_ids(torch.arange(source.config.draft_vocab_size))] = torch.arange(source.config.draft_vocab_size)
     rows = row_of[drafter.target_ids(torch.arange(drafter.config.draft_vocab_size))]
@@ -322,7 +322,7 @@ def _copy_head_rows(drafter: EagleDrafter, source: EagleDrafter) -> None:
 
 
 def _usual_rms(states_ND: Tensor) -> Tensor:
-    """The median: a first token with massive activations says nothing about the others."""
+    """Returns the median size of the states; unlike the mean it ignores massive activations of a first token."""
     return states_ND.float().square().mean(-1).sqrt().median()
 
 

@@ -1,4 +1,4 @@
-"""Acceptance on held-out prompts: what speculative decoding with the drafter's own tokens would give; also under other chat
+"""Acceptance of speculative decoding on held-out prompts, drafting with the drafter's own tokens; also with other chat
 templates and system prompts."""
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from fledge.training.targets.loading import find_target, load_target
 from fledge.training.targets.target import Target
 from fledge.training.ttt import BLOCK, TrainBatch, document_starts
 
-TOKENS_AT_ONCE = 1 << 15  # of the texts in one batch
-SINK_TEXTS = 4  # that the sink is looked for in
+TOKENS_AT_ONCE = 1 << 15  # tokens of the texts in one batch
+SINK_TEXTS = 4  # texts that are used to find the attention sink
 ROBUSTNESS_DEPTH = 5
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Greedy texts of the target with its tapped states: all that an evaluation needs of the target."""
+    """Greedy texts of the target with its tapped states: everything that an evaluation needs from the target."""
 
     texts: list[TargetText]
-    sink_column: int = 0  # found from the target's attention, where it can be seen (`with_sink`)
+    sink_column: int = 0  # `with_sink` finds it, if the target's attention is accessible
 
     @classmethod
     def of(cls, target: Target, texts: Sequence[Sequence[int]], answer_starts: Sequence[int], device: torch.device) -> HeldOut:
-        """One pass over the packed texts. `texts[i][answer_starts[i]:]` is what the target wrote, greedily."""
+        """Runs the target once over the packed texts. `texts[i][answer_starts[i]:]`: the target's greedy answer."""
         lengths = np.array([len(text) for text in texts])
         length = -(-int(lengths.max()) // BLOCK) * BLOCK
-        rows = pack(lengths, np.argsort(-lengths, kind="stable"), length)  # texts by number
+        rows = pack(lengths, np.argsort(-lengths, kind="stable"), length)  # rows of text numbers
         tokens, document = pack_texts(texts, rows, length)
         start = document_starts(document)
         none = torch.zeros(0, dtype=torch.long)
@@ -61,20 +61,20 @@ class HeldOut:
         return cls([found[number] for number in range(len(texts))])
 
     def with_sink(self, decoder: Decoder) -> HeldOut:
-        """With the column that draws most of the target's attention over the longest of these texts."""
+        """Sets the sink to the column that gets the most attention of the target in the longest of these texts."""
         some = sorted((text.tokens_T.tolist() for text in self.texts), key=len)[-SINK_TEXTS:]
         return replace(self, sink_column=find_sink(decoder, some).column)
 
 
 @torch.no_grad()
 def evaluate(drafter: EagleDrafter, held_out: HeldOut, depths: Sequence[int], sink_column: int | None = None) -> dict[str, Any]:
-    """Figures of greedy chain drafting over the held-out texts, with the drift lab's own probes.
+    """Returns figures of greedy chain drafting over the held-out texts, with the probes of the drift lab.
 
-    `sink_column`: None: the one that was found for the held-out texts.
+    `sink_column`: column of the attention sink; None: that of `held_out`.
 
-    acceptance_length   {depth: 1 + accepted / steps}, over all texts together (micro); standard_error: of it; both also
-                        …_not_looping: over the texts whose answers do not loop, which are easy to draft (None: all loop)
-    accuracy            by draft step, whatever became of the steps before; out-of-vocabulary tokens are misses
+    acceptance_length   {depth: 1 + accepted / steps} over all texts together (micro), and its standard_error. Both also as
+                        …_not_looping: without answers that loop, which are easy to draft (None: all loop)
+    accuracy            by draft step, also after wrong drafts; out-of-vocabulary tokens are misses
     rms, sink_share, own_share, entropy, cosine   by draft step (see `drift.metrics`)
     """
     texts = held_out.texts
@@ -92,7 +92,7 @@ def evaluate(drafter: EagleDrafter, held_out: HeldOut, depths: Sequence[int], si
 
 
 class Judged(NamedTuple):
-    """What a drafter is selected by and advertised with: acceptance without answers that loop, unless all do."""
+    """The figures by which drafters are selected and reported: acceptance without answers that loop, unless all loop."""
 
     length: dict[Any, float]  # by depth
     error: dict[Any, float | None]  # standard error; None: a single text
@@ -100,7 +100,7 @@ class Judged(NamedTuple):
 
     @classmethod
     def of(cls, figures: Mapping[str, Any]) -> Judged:
-        """`figures`: of `evaluate`, as they are or from JSON."""
+        """`figures`: the result of `evaluate`, or the same read from JSON."""
         length, error = figures["acceptance_length_not_looping"], figures["standard_error_not_looping"]
         if length is None:
             length, error = figures["acceptance_length"], figures["standard_error"]
@@ -115,7 +115,7 @@ def with_error(value: float, error: float | None) -> str:
 
 
 def describe_lengths(figures: Mapping[str, Any]) -> str:
-    """Acceptance lengths without answers that loop, and with them where there are some."""
+    """Describes acceptance lengths without answers that loop and, if there are any, with them."""
     judged = Judged.of(figures)
     if not judged.num_looping:
         return str(judged)
@@ -127,13 +127,13 @@ def describe_lengths(figures: Mapping[str, Any]) -> str:
 
 # --- other templates and system prompts ---------------------------------------------------------------------------------
 
-# The drift suites', which no training knows: its augmentation has others (`data.templates`).
+# From the drift suites. Training does not use them: its augmentation has other templates and prompts (`data.templates`).
 FOREIGN_TEMPLATES, FOREIGN_SYSTEM = ("Gemma", "Mistral"), "odd: persona"
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Acceptance length at depth 5 in one setting, and what share it is of that in the usual one."""
+    """Acceptance length at depth 5 under one condition, and its share of the one in normal serving."""
 
     setting: str
     acceptance_length: float
@@ -145,9 +145,9 @@ class Retention:
 
 
 def conditions(tokenizer: Tokenizer, questions: Sequence[str], *, texts: bool) -> dict[str, list[TokenIds]]:
-    """Prompts of the questions as they are served, and under conditions that no drafter was trained in.
+    """Returns the questions' prompts as they are served, and under conditions on which no drafter was trained.
 
-    `texts`: whether the tokenizer can write other templates' marks.
+    `texts`: whether the tokenizer can encode the markers of other templates.
     """
     items = [Item(str(number), "", (question,)) for number, question in enumerate(questions)]
     own, *others = suites.chat_templates(tokenizer, items, ("own", *(FOREIGN_TEMPLATES if texts else ()))).conditions
@@ -159,8 +159,8 @@ def conditions(tokenizer: Tokenizer, questions: Sequence[str], *, texts: bool) -
 
 
 def robustness(recipe: Recipe, drafter_folder: Path, questions: Sequence[str], *, texts: bool = True) -> list[Retention]:
-    """`recipe`: resolved. `questions`: users' turns that were not trained on. `texts`: whether the tokenizer can write other
-    templates' marks."""
+    """Measures acceptance under other chat templates and system prompts. `recipe`: resolved. `questions`: user turns that were
+    not trained on. `texts`: whether the tokenizer can encode the markers of other templates."""
     folder = find_target(recipe)
     tokenizer = Tokenizer(folder)
     loaded = load_target(recipe, DistributedContext(), folder)
@@ -173,7 +173,7 @@ def robustness(recipe: Recipe, drafter_folder: Path, questions: Sequence[str], *
     settings, usual = conditions(tokenizer, questions, texts=texts), None
     for name, prompts in track(settings.items(), "checking acceptance under other templates", "templates"):
         prompts = [prompt for prompt in prompts if 1 < len(prompt) <= recipe.evaluation.max_prompt_tokens]
-        if not prompts or prompts == usual:  # the last: the target's own template has another name
+        if not prompts or prompts == usual:  # equal prompts: this template is the target's own
             continue
         usual = usual or prompts
         answers = target.continuations(prompts, recipe.evaluation.max_new_tokens, stop_ids)

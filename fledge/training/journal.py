@@ -1,4 +1,4 @@
-"""What a run records: a JSONL log, TensorBoard, and progress on standard error."""
+"""The records of a training run: a JSONL log, TensorBoard, and progress on standard error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fledge.training.targets.target import Target
 
 
 class Journal:
-    """Silent on all processes but the first."""
+    """Records the figures of a run. Does nothing unless `active`, which is set only on the first process."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Journal:
         max_seconds: float | None,
         label: str = "",
     ) -> None:
-        """`label`: the arm's name, where there are several."""
+        """`label`: the arm's name, if there are several."""
         self._label = f"{label}: " if label else ""
         self.active, self.folder, self.total_steps, self.max_seconds = active, folder, total_steps, max_seconds
         self.path = folder / "log.jsonl"
@@ -42,7 +42,7 @@ class Journal:
         self._task = progress.task(f"training {label}".rstrip(), total_steps, "steps", done=resumed_step)
 
     def _forget_after(self, step: int) -> None:
-        """Steps after the checkpoint that the run resumes from will be done and told again."""
+        """Removes records after `step`, the checkpoint from which the run resumes: these steps will run again."""
         if not self.path.exists():
             return
         kept = [line for line in self.path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
@@ -63,7 +63,7 @@ class Journal:
                 self._board.add_scalar(f"{kind}/{name}{suffix}", number, step)
 
     def progress(self, step: int, seconds: float, text: str) -> None:
-        """Time remains until the first of the run's limits: its steps, or the seconds that it may train."""
+        """Shows the progress towards the limit that is reached first: the run's steps, or its maximum training time."""
         if not self.active:
             return
         share, share_of_time = step / (self.total_steps or float("inf")), seconds / (self.max_seconds or float("inf"))
@@ -87,7 +87,7 @@ class Journal:
 
 
 def _board(folder: Path, resumed_step: int) -> Any:
-    """None where TensorBoard is not installed: `log.jsonl` has the same figures."""
+    """Returns a TensorBoard writer; None if it is not installed, since `log.jsonl` has the same figures."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -117,7 +117,7 @@ def _numbers(value: Any) -> list[tuple[str, float]]:
 
 
 def draw_curves(log: Path, picture: Path) -> None:
-    """Loss, accuracy, acceptance length and drift, from a run's log. Not without matplotlib: a run must not end for that."""
+    """Plots loss, accuracy, acceptance length and drift from a run's log; without matplotlib, only prints a note."""
     try:
         import matplotlib
     except ImportError:
@@ -177,7 +177,7 @@ def describe_not_finite(step: int, step_input: StepInput | None, target: Target,
         return text
     where = folder / "not-finite.pt"
     write_atomically(where, lambda file: torch.save([vars(packed) for packed in step_input.packed], file))
-    text += f" (epoch {step_input.epoch:.3f}; its batch is kept in {where})"
+    text += f" (epoch {step_input.epoch:.3f}; its batch is saved in {where})"
     for number, (batch, packed) in enumerate(zip(step_input.batches, step_input.packed, strict=True)):
         finite = torch.stack([torch.isfinite(tap).all(-1) for tap in target.states(batch).taps]).all(0)
         finite = finite.view(batch.tokens_BT.shape).cpu()

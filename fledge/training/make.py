@@ -1,9 +1,9 @@
-"""Makes a drafter for a model: answers, training, checks, card. An interrupted run continues with its last part.
+"""Makes a drafter for a model: answers, training, checks, model card. An interrupted run continues with the unfinished part.
 
-make.json        settings, seconds spent, parts that are done
+make.json        settings, seconds spent, completed parts
 answers*.jsonl   the target's answers, greedy and sampled, appended line by line
-data/            the same, split into training and held-out conversations
-recipe.yaml      of the training, whose folder is run/
+data/            the same answers, split into training and held-out conversations
+recipe.yaml      recipe of the training, whose output folder is run/
 drafter/         the drafter, with a model card
 """
 
@@ -40,8 +40,8 @@ from fledge.training.targets import toy
 from fledge.training.targets.loading import target_shape
 from fledge.training.trainer import train, train_arms
 
-NUM_DRAFT_TOKENS = 3  # in the commands at the end
-ARMS = {"eagle3.1": "", "eagle3": "drafter.version=3"}  # with a twin
+NUM_DRAFT_TOKENS = 3  # in the serving commands of the model card
+ARMS = {"eagle3.1": "", "eagle3": "drafter.version=3"}  # when a twin is trained too
 
 
 class Interrupted(UserError):
@@ -52,7 +52,7 @@ class Interrupted(UserError):
 class Made:
     folder: Path
     acceptance_length: dict[str, float]  # by depth, on held-out prompts; without answers that loop
-    healthy: bool | None  # the verdict of `fledge doctor`; None: not run, because the target is on a server
+    healthy: bool | None  # result of `fledge doctor`; None: not run, because the target is on a server
     robustness: list[Retention]
     commands: dict[str, str]
 
@@ -72,8 +72,8 @@ def make(
 ) -> Made | None:
     """Makes a drafter in `out`. Returns None in the processes of torchrun that are not the first.
 
-    `decontaminate`: files of prompts; what shares thirteen words in a row with one is not answered. `twin`: also trains an
-    EAGLE 3 drafter on the same batches, to compare with.
+    `decontaminate`: files of prompts; prompts that share thirteen consecutive words with one are not answered. `twin`: also
+    trains an EAGLE 3 drafter on the same batches, for comparison.
     """
     place = resolve_device(device)
     dist = DistributedContext.join(use_cuda=place.type == "cuda")
@@ -93,8 +93,8 @@ def make(
         if endpoint is None and not isinstance(shape, ModelConfig):
             architecture = ", ".join(text_config(folder).get("architectures") or ["?"])
             raise UserError(
-                f"{name}: Fledge does not run its architecture ({architecture}), so it cannot answer here; run it on a vLLM "
-                "server and name that with --endpoint (docs/scaling.md)"
+                f"{name}: Fledge does not support its architecture ({architecture}), so it cannot generate answers; run it on "
+                "a vLLM server and give its URL with --endpoint (docs/scaling.md)"
             )
         plan = MakePlan.of(
             name,
@@ -114,8 +114,8 @@ def make(
             progress.hours = hours
         elif hours > progress.hours:
             log(
-                f"the training is done, in the {progress.hours:g} hours that it was given: more time does not change it; name "
-                f"another output folder to train longer (--prompts {out / 'data' / 'train.jsonl'} uses the same prompts)"
+                f"the training is already complete, with a time limit of {progress.hours:g} hours; to train longer, give "
+                f"another output folder (--prompts {out / 'data' / 'train.jsonl'} uses the same prompts)"
             )
         out.mkdir(parents=True, exist_ok=True)
         progress.save()
@@ -144,7 +144,7 @@ def make(
 
 
 def _recipe(plan: MakePlan, out: Path, progress: Progress, log: Log) -> Recipe:
-    """Returns the training recipe. It is written once, so that a resumed run has the same steps; its times may change."""
+    """Returns the training recipe. It is written only once, so that a resumed run has the same steps; times may change."""
     path, seconds = out / "recipe.yaml", plan.train_seconds(progress.spent)
     if path.is_file():
         recipe = load_recipe(path)
@@ -159,8 +159,8 @@ def _recipe(plan: MakePlan, out: Path, progress: Progress, log: Log) -> Recipe:
 
 
 def _train(recipe: Recipe, twin: bool, log: Log, dist: DistributedContext) -> Recipe:
-    """Trains. Where memory runs out, all processes try again with smaller micro-batches, which changes nothing but the speed.
-    Returns the recipe that fitted."""
+    """Trains, and returns the recipe that fitted. If memory runs out, all processes retry with smaller micro-batches, which
+    only changes the speed."""
     began = time.perf_counter()
     while True:
         try:
@@ -174,13 +174,13 @@ def _train(recipe: Recipe, twin: bool, log: Log, dist: DistributedContext) -> Re
             return recipe
         except OutOfMemory as error:
             size = recipe.data.micro_batch_size // 2
-            # Not on all: the others still wait in a collective. This process ends, and torchrun ends them.
+            # If not on all, the other processes still wait in a collective: this process exits, and torchrun ends them.
             if not error.on_all or (not size and recipe.objective.recompute):
                 raise
-            log(f"memory ran out; trying again with {max(1, size)} rows at a time, recomputing activations")
+            log(f"out of memory; trying again with micro-batches of {max(1, size)} rows and recomputed activations")
             data, objective = replace(recipe.data, micro_batch_size=max(1, size)), replace(recipe.objective, recompute=True)
             recipe = replace(recipe, data=data, objective=objective)
-        # Only here: the error holds on to everything that did not fit.
+        # After the except block, because the error references all the memory that did not fit.
         release_memory(resolve_device(recipe.run.device))
 
 
@@ -206,13 +206,13 @@ def _finish(plan: MakePlan, recipe: Recipe, out: Path, progress: Progress, twin:
                 fresh, plan.model, prompts=questions[:8], device=plan.device, search_layers=False, on_trial=shown.show
             )
     record = Provenance.read(fresh).record
-    # A built-in name or a GGUF file: other servers get the folder it was converted to.
+    # For a built-in name or a GGUF file, the commands of other servers name the converted folder.
     converted = plan.model in sources.BUILT_INS or Path(plan.model).is_file()
     elsewhere = sources.resolve(plan.model) if converted else None
     commands = launch_commands(fresh, folder, plan.model, NUM_DRAFT_TOKENS, elsewhere)
     healthy = None if diagnosis is None else diagnosis.healthy
     made = Made(folder, Judged.of(record["evaluation"]).length, healthy, retained, commands)
-    if (run / "curves.png").is_file():  # not without matplotlib
+    if (run / "curves.png").is_file():  # missing if matplotlib is not installed
         shutil.copy(run / "curves.png", fresh / "curves.png")
     card = _card(plan, recipe, made, record, diagnosis, curves=(fresh / "curves.png").is_file())
     (fresh / "README.md").write_text(card, encoding="utf-8")
@@ -240,7 +240,7 @@ def _card(
     curves: bool,
 ) -> str:
     seen = f"{record['step']:,} steps, {record['tokens']:,} tokens"
-    health = "not asked: the target runs on a server" if diagnosis is None else diagnosis.explanation
+    health = "not run, because the target is on a server" if diagnosis is None else diagnosis.explanation
     lines = [
         f"# EAGLE 3.1 drafter for {Path(plan.model).name}",
         "",

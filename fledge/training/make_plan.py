@@ -22,25 +22,25 @@ from fledge.tokenizer import Tokenizer
 from fledge.training.datagen.prompts import Prompt, read_prompts
 from fledge.training.planning import Plan
 
-# Of the time, for answers with all that comes before them: training goes through them about four times in the rest, by the
-# speeds measured on an H200 for a 135M target (133,000 answer tokens/s, loading included; 518,000 trained on).
+# Share of the time for loading and answers. In the rest, training goes through the answers about four times, at the speeds
+# measured on an H200 for a 135M target (133,000 answer tokens/s including loading; 518,000 tokens/s in training).
 ANSWER_SHARE = 0.35
-# And for the checks at the end: loading, robustness, doctor, which take as long after a day as after an hour.
+# Time for the checks at the end (loading, robustness, doctor): a share, but at most the seconds they take in any run.
 CHECK_SHARE, CHECK_SECONDS = 0.15, 120.0
-MIN_TRAIN_SHARE = 0.25  # even where answers took too long
+MIN_TRAIN_SHARE = 0.25  # share of the time that training gets even if answers took too long
 SAMPLED = 0.8  # temperature of the answers that are not greedy
-# Of the device's measured product rate, in training and prefill, and what of that is left in decoding. On an H200 training
+# Share of the device's measured product rate in training and prefill, and of the prefill rate in decoding. On an H200 training
 # reached 0.53 (135M) and 0.8 (1.5B), regenerating 0.1 of the prefill rate (135M: 152,000 tokens/s after loading).
 UTILISATION, DECODE_SHARE = {"cuda": 0.6, "cpu": 0.3}, {"cuda": 0.1, "cpu": 0.25}
-STEP_TOKENS = {"cuda": 32_768, "cpu": 1024}  # of an optimiser step, where there is data and time for it
-WANTED_STEPS, MIN_STEP_TOKENS = 2500, 8192  # on a GPU: with less time, steps are made smaller, which hardly slows it down
-MIN_STEPS = 300  # with less data, steps are made smaller until there are so many
+STEP_TOKENS = {"cuda": 32_768, "cpu": 1024}  # tokens of an optimizer step if there is enough data and time
+WANTED_STEPS, MIN_STEP_TOKENS = 2500, 8192  # on a GPU with less time, steps get smaller, which hardly lowers the tokens/s
+MIN_STEPS = 300  # with less data, steps get smaller until there are at least this many
 MAX_EPOCHS = 20.0
-# Evaluations of a run, and how many without a better one end it: until the learning rate falls, a few of them say little.
+# Evaluations of a run, and how many in a row without improvement end it; early on, a few of them mean little.
 EVALUATIONS, PATIENCE = 18, 6
-MEMORY_SHARE = 0.9  # of the free memory: fragments, libraries and what the estimate does not count take the rest
-SEQUENCE_LENGTH, LONGEST_SEQUENCE = 2048, 16_384  # usual; and at most, where a file's prompts are longer
-SIZED_PROMPTS = 512  # of a file, whose tokens are counted
+MEMORY_SHARE = 0.9  # of the free memory; the rest is for fragmentation, libraries and what the estimate does not count
+SEQUENCE_LENGTH, LONGEST_SEQUENCE = 2048, 16_384  # default, and the maximum if a file's prompts are longer
+SIZED_PROMPTS = 512  # prompts of a file whose tokens are counted
 # (tokens seen, acceptance length at depth 5) of SmolLM2-135M on held-out prompts: docs/training-notes.md.
 EXPERIENCE = ((6.6e6, 1.9), (13e6, 2.2), (39e6, 2.9), (180e6, 3.2), (340e6, 3.5))
 
@@ -49,17 +49,17 @@ Thinking = Literal["none", "optional", "always"]
 
 @dataclass(frozen=True)
 class AnswerPart:
-    """Answers of one kind, in a file of their own; the next kind follows when prompts or time are over."""
+    """Answers of one kind, in their own file. The next part starts when the prompts or the time of this one are used up."""
 
     file: str
-    self_written: bool  # the prompts
+    self_written: bool  # whether the target writes the prompts
     temperature: float
     seed: int
-    until: float = 1.0  # share of the time that is left for answers when they begin
+    until: float = 1.0  # share of the answering time at which this part ends
 
 
 class Batch(NamedTuple):
-    rows: int  # of a step, over all processes
+    rows: int  # per step, over all processes
     micro_batch_size: int
     recompute: bool
     peak_bytes: int  # on each device
@@ -67,7 +67,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class MakePlan:
-    """A drafter for one target in a given time."""
+    """The plan for training a drafter for one target in a given time."""
 
     model: str
     device: str
@@ -76,7 +76,7 @@ class MakePlan:
     endpoint: str | None
     endpoint_states: str | None
     work: Plan  # bytes and FLOPs of one process
-    parameters: float  # of the target, that a token passes
+    parameters: float  # active parameters of the target per token
     aux_layers: tuple[int, ...]
     sequence_length: int
     max_answer_tokens: int
@@ -84,12 +84,12 @@ class MakePlan:
     window: int | None
     learning_rate: float
     thinking: Thinking
-    augments: bool  # other templates and system prompts: the tokenizer must be able to write them
+    augments: bool  # whether to use other templates and system prompts; the tokenizer must be able to encode them
     num_processes: int  # of the training
-    num_answering: int  # of these, how many write answers
+    num_answering: int  # processes that write answers
     num_arms: int  # drafters in training
-    free_bytes: int  # of each device's memory
-    weight_bytes: int  # of the target; behind an endpoint of its embedding and head
+    free_bytes: int  # free memory of each device
+    weight_bytes: int  # of the target; with an endpoint, only of its embedding and head
 
     @classmethod
     def of(
@@ -108,14 +108,14 @@ class MakePlan:
         twin: bool = False,
         free_bytes: int | None = None,
     ) -> MakePlan:
-        """`shape`: the target's sizes (see `targets.loading.target_shape`). `free_bytes`: of each device; None: looked up.
+        """Makes the plan. Raises a UserError if the target does not fit into memory, before anything is answered.
 
-        Refuses a target that does not fit: before anything is answered.
+        `shape`: the target's sizes (see `targets.loading.target_shape`). `free_bytes`: of each device; None: measured.
         """
         if not tokenizer.has_chat_template:
-            raise UserError(f"{model}: its tokenizer has no chat template, so it cannot be asked anything")
+            raise UserError(f"{model}: its tokenizer has no chat template, so it cannot answer chat prompts")
         thinking = thinking_mode(tokenizer)
-        # 320, as the shipped drafter's: more prompts in the same time, and fewer loops. Thoughts are longer.
+        # 320 as for the shipped drafter: more prompts in the same time, and fewer loops. Thinking needs more.
         max_answer_tokens = 320 if thinking == "none" else 512
         length = _sequence_length(read_prompts(prompts) if prompts else (), tokenizer, max_answer_tokens, shape.max_positions)
         vocabulary = 32_000 if shape.vocab_size > 100_000 else 16_384
@@ -163,7 +163,7 @@ class MakePlan:
             free_bytes=memory_left(EngineConfig(device=str(device))) if free_bytes is None else free_bytes,
             weight_bytes=known if endpoint is None else ends,
         )
-        plan.batch(1, length)  # one row at least must fit
+        plan.batch(1, length)  # at least one row must fit
         return plan
 
     @property
@@ -176,12 +176,12 @@ class MakePlan:
 
     @property
     def answer_seconds(self) -> float:
-        """From the start of the command to the last answer."""
+        """Seconds from the start of the command to the last answer."""
         return ANSWER_SHARE * self.seconds
 
     @property
     def answer_tokens_per_s(self) -> float:
-        """An estimate, as the next."""
+        """Estimated answer tokens per second of all answering processes."""
         return self.num_answering * DECODE_SHARE["cuda" if self.on_gpu else "cpu"] * self.work.prefill_tokens_per_s
 
     @property
@@ -191,7 +191,7 @@ class MakePlan:
 
     @property
     def answer_parts(self) -> tuple[AnswerPart, ...]:
-        """Greedy answers first. Where a file's prompts are not enough, they are answered again, then the target writes more."""
+        """The kinds of answers. After a file's greedy answers come sampled ones, then answers to self-written prompts."""
         if self.prompts is None:
             greedy = AnswerPart("answers.jsonl", self_written=True, temperature=0.0, seed=0, until=0.5)
             return greedy, AnswerPart("answers-sampled.jsonl", self_written=True, temperature=SAMPLED, seed=1)
@@ -202,20 +202,20 @@ class MakePlan:
         )
 
     def train_seconds(self, spent: float) -> float:
-        """What is left after so many seconds: from the start of the training's loading to its last evaluation."""
+        """Returns the training time, from loading to the last evaluation, after `spent` seconds of the total."""
         checks = min(CHECK_SHARE * self.seconds, CHECK_SECONDS)
         return max(MIN_TRAIN_SHARE * self.seconds, self.seconds - checks - spent)
 
     @staticmethod
     def run_times(train_seconds: float) -> dict[str, Any]:
-        """Keys of the recipe's `run` that follow from the time for training."""
+        """Returns the keys of the recipe's `run` that depend on the training time."""
         evaluate, save = train_seconds / EVALUATIONS, min(120.0, train_seconds / 8)
         return {"max_seconds": train_seconds, "evaluate_seconds": evaluate, "save_seconds": save}
 
     # --- batch and memory -----------------------------------------------------------------------------------------
 
     def step_rows(self, num_tokens: float, length: int, train_seconds: float) -> int:
-        """Rows of a step, a multiple of the processes: by the data, and on a GPU by the time."""
+        """Returns the rows of a step, a multiple of the processes, from the amount of data and, on a GPU, the time."""
         step_tokens = STEP_TOKENS["cpu"]
         if self.on_gpu:
             in_time = int(self.train_tokens_per_s * train_seconds / WANTED_STEPS)
@@ -224,7 +224,7 @@ class MakePlan:
         return -(-rows // self.num_processes) * self.num_processes
 
     def batch(self, rows: int, length: int) -> Batch:
-        """The largest micro-batch that fits. Activations are recomputed only where not even one row fits without."""
+        """Returns the largest micro-batch that fits. Activations are recomputed only if not even one row fits otherwise."""
         share = max(1, rows // self.num_processes)
         fixed = self.weight_bytes + 18 * self.work.drafter_parameters * self.num_arms
         for recompute in (False, True):
@@ -235,19 +235,19 @@ class MakePlan:
         elsewhere = (
             "use a GPU with more memory"
             if self.endpoint
-            else "run the target on a server (--endpoint URL), or spread it over several GPUs by a recipe (fledge train, "
+            else "run the target on a server (--endpoint URL), or shard it over several GPUs with a recipe (fledge train, "
             "run.shard_target: docs/scaling.md)"
         )
         raise UserError(
-            f"{self.model} does not fit {self.device}: the target's weights {gib(self.weight_bytes)}, the drafter's training "
-            f"{gib(fixed - self.weight_bytes)}, one row of {length:,} tokens {gib(self._activations(length, True))}, and "
-            f"{gib(self.free_bytes)} are free; {elsewhere}"
+            f"{self.model} does not fit {self.device}: the target's weights take {gib(self.weight_bytes)}, the drafter's "
+            f"training {gib(fixed - self.weight_bytes)}, one row of {length:,} tokens "
+            f"{gib(self._activations(length, True))}, but only {gib(self.free_bytes)} are free; {elsewhere}"
         )
 
     def _activations(self, tokens: int, recompute: bool) -> int:
         return self.work.activation_bytes(tokens, recompute=recompute, number_bytes=2 if self.on_gpu else 4)
 
-    # --- in words, and as a recipe --------------------------------------------------------------------------------
+    # --- description and recipe -----------------------------------------------------------------------------------
 
     def describe(self) -> str:
         answer_tokens = self.answer_tokens_per_s * self.answer_seconds
@@ -256,9 +256,9 @@ class MakePlan:
         batch = self.batch(self.step_rows(1.3 * answer_tokens, self.sequence_length, train_seconds), self.sequence_length)
         source = "prompts that the target writes itself"
         if self.prompts:
-            source = f"prompts of {self.prompts}, once more at temperature {SAMPLED} and then own ones if there is time"
+            source = f"prompts of {self.prompts}; if time is left, again at temperature {SAMPLED}, then self-written prompts"
         where = f"the server at {self.endpoint}" if self.endpoint else self.device
-        augmented = "30 % under other templates and system prompts" if self.augments else "under the model's template alone"
+        augmented = "30 % with other templates and system prompts" if self.augments else "only with the model's own template"
         vocabulary = f"{self.draft_vocab_size:,} tokens" if self.draft_vocab_size else "the target's"
         processes = f" by {self.num_processes} processes" if self.num_processes > 1 else ""
         recompute = ", recomputing activations" if batch.recompute else ""
@@ -273,22 +273,22 @@ class MakePlan:
             "training": f"{_minutes(train_seconds)} on {self.device}{processes}, {augmented}; about "
             f"{self.train_tokens_per_s:,.0f} tokens/s, {_count(seen)} tokens seen; ends early when it no longer improves",
             "batch": f"{batch.rows} rows of {self.sequence_length:,} tokens a step, {batch.micro_batch_size} at a time on each "
-            f"device{recompute}; fewer or shorter ones where there are few answers",
+            f"device{recompute}; fewer or shorter rows if there are few answers",
             "memory": f"about {gib(batch.peak_bytes)} of {gib(self.free_bytes)} free: the target's weights "
             f"{gib(self.weight_bytes)}, the rest for training",
-            "expected": f"acceptance length about {expected_acceptance(seen):.1f} at depth 5 (a rough guide, from trainings "
-            "for SmolLM2-135M)",
+            "expected": f"acceptance length about {expected_acceptance(seen):.1f} at depth 5 (a rough guide, from training "
+            "runs for SmolLM2-135M)",
             "checks": ("" if self.endpoint else "doctor")
-            + (f"{'' if self.endpoint else ', '}acceptance under other templates and system prompts" if self.augments else ""),
+            + (f"{'' if self.endpoint else ', '}acceptance with other templates and system prompts" if self.augments else ""),
         }
         return "\n".join(f"  {name:9} {text}" for name, text in lines.items() if text)
 
     def recipe(
         self, output: Path, train: Path, held_out: Path, num_tokens: float, longest: int, train_seconds: float
     ) -> dict[str, Any]:
-        """The training run, once it is known how many tokens the conversations have, and the longest of them."""
+        """Returns the recipe of the training run. `num_tokens`: of all conversations, `longest`: of the longest one."""
         length = self.sequence_length
-        if not self.on_gpu:  # attention between the documents of a row is wasted there
+        if not self.on_gpu:  # on a CPU, attention between the documents of a row is wasted work
             length = min(length, max(128, -(-longest // 64) * 64))
         batch = self.batch(self.step_rows(num_tokens, length, train_seconds), length)
         max_new_tokens = 128 if self.on_gpu else 64
@@ -330,13 +330,13 @@ class MakePlan:
 
 _THINKING: dict[Thinking, str] = {
     "none": "the template has no thinking mode",
-    "optional": "with and without thinking, half of them each",
-    "always": "with their thoughts, which the template does not switch off",
+    "optional": "half of them with thinking, half without",
+    "always": "with thinking, which the template cannot switch off",
 }
 
 
 def thinking_mode(tokenizer: Tokenizer) -> Thinking:
-    """By the chat template: a thinking mode that requests can switch, thoughts it always expects, or none."""
+    """Returns, from the chat template, whether requests can switch thinking on and off, or it is always on, or unsupported."""
     template = tokenizer.chat_template or ""
     if "enable_thinking" in template:
         return "optional"
@@ -344,16 +344,16 @@ def thinking_mode(tokenizer: Tokenizer) -> Thinking:
 
 
 def expected_acceptance(tokens: float) -> float:
-    """Between what was seen, by the logarithm of the tokens; the ends are kept beyond it."""
+    """Interpolates `EXPERIENCE` over the logarithm of the tokens; constant outside its range."""
     seen, lengths = zip(*EXPERIENCE, strict=True)
     return float(np.interp(math.log(max(tokens, 1.0)), np.log(seen), lengths))
 
 
 def _sequence_length(prompts: Iterable[Prompt], tokenizer: Tokenizer, max_answer_tokens: int, max_positions: int) -> int:
-    """The usual one, or as much as 19 of 20 of the prompts need with their answers."""
+    """Returns the default length, or more if 19 of 20 prompts need it with their answers."""
     needed = sorted(
         len(tokenizer.encode("\n".join([prompt.system, *prompt.turns, json.dumps(prompt.options)])))
-        + len(prompt.turns) * (max_answer_tokens + 16)  # what a template puts around a turn
+        + len(prompt.turns) * (max_answer_tokens + 16)  # 16 tokens for the template's markers around a turn
         for prompt in islice(prompts, SIZED_PROMPTS)
     )
     length = SEQUENCE_LENGTH
@@ -363,13 +363,13 @@ def _sequence_length(prompts: Iterable[Prompt], tokenizer: Tokenizer, max_answer
 
 
 def _aux_layers(num_layers: int) -> tuple[int, ...]:
-    """The usual ones; in a target of few layers, where those coincide, spread over it."""
+    """Returns the default layers to tap. In a target with so few layers that those coincide: a low, a middle, a high one."""
     usual = default_aux_layers(num_layers)
     return tuple(usual) if list(usual) == sorted(set(usual)) else tuple(sorted({1, num_layers // 2, num_layers - 1}))
 
 
 def _parameters(shape: Any) -> float:
-    """Those that a token passes, by the sizes; experts of architectures that we do not know are taken for a plain MLP."""
+    """Estimates the active parameters per token from the sizes; unknown MoE architectures are counted as plain MLPs."""
     attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_heads + shape.num_kv_heads)
     inner, moe = shape.num_layers * shape.intermediate_size, getattr(shape, "moe", None)
     if moe is not None:

@@ -1,12 +1,12 @@
-"""One training step's forward pass: target states, unrolled drafter, loss.
+"""The forward pass of a training step: target states, unrolled drafter, loss.
 
-The loss: the drafter's distributions against the target's, over the draft vocabulary, in chunks.
+The loss compares the drafter's distributions with the target's, over the draft vocabulary, in chunks of target positions.
 
 Shapes: K draft steps, C scored target positions of one chunk, D hidden size, V draft vocabulary.
 
-A chunk holds target positions s. The target's distribution at s is worked out once and judges step j of row s−1−j, for every j.
-Gradients are worked out in the same pass (three matrix products instead of four with recomputation), so that no more than one
-chunk's [K·C, V] logits ever stand.
+The target's distribution at position s is computed once, and compared with step j of row s−1−j for every j. Gradients are
+computed in the same pass (three matrix products instead of four with recomputation), so that at most one chunk's [K·C, V]
+logits are in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def chunk_loss(
     lk_weight: float,
     with_gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """One chunk: (loss_K, acceptance_K, predicted_KC, d_hidden_KCD, d_weight_VD).
+    """Computes one chunk's (loss_K, acceptance_K, predicted_KC, d_hidden_KCD, d_weight_VD).
 
     `kind`: kl: cross-entropy; lk: −log of the acceptance probability Σ min(p, q); mix: both, lk with a share of `lk_weight`.
     The loss and its gradients are weighted by row; the acceptance is the plain sum over rows that have a weight.
@@ -61,7 +61,7 @@ def chunk_loss(
         alpha = torch.minimum(q, p).sum(-1).clamp_min(1e-8)
         loss = loss - share * alpha.log()
         if d_logits is not None:
-            # dα/dz = q·(m − Σ m·q) with m = 1 where q < p: only there does α follow q.
+            # dα/dz = q·(m − Σ m·q) with m = 1 where q < p: elsewhere α does not depend on q.
             below = torch.where(q < p, q, 0.0)
             d_logits = d_logits - share * (below - q * below.sum(-1, keepdim=True)) / alpha[..., None]
 
@@ -75,7 +75,7 @@ def chunk_loss(
 
 
 def target_over_all(hidden_CD: Tensor, head: Head, inside_logits_CV: Tensor) -> tuple[Tensor, Tensor]:
-    """The target's greedy token over its whole vocabulary, and the probability of the draft vocabulary."""
+    """Returns the target's greedy token over its whole vocabulary, and the probability of the draft vocabulary."""
     logits = head(hidden_CD).float()
     coverage = (inside_logits_CV.float().logsumexp(-1) - logits.logsumexp(-1)).exp().clamp_max(1.0)
     return logits.argmax(-1), coverage
@@ -91,7 +91,7 @@ class StepMetrics:
 
 
 class DraftLoss:
-    """Σ_j weight_j · mean over the positions valid at step j, as a differentiable scalar of the unrolled states."""
+    """The loss Σ_j weight_j · mean over the positions valid at step j, a differentiable scalar of the unrolled states."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class DraftLoss:
         chunk_rows: int,
         compile: bool = False,
     ) -> None:
-        """`draft_to_target`: the target id of every draft id; None when the vocabularies are the same.
+        """`draft_to_target`: the target id of every draft id; None if the vocabularies are the same.
 
         `kind` and `lk_weight`: see `chunk_loss`.
         """
@@ -130,7 +130,7 @@ class DraftLoss:
     ) -> tuple[Tensor, StepMetrics]:
         """`step_weight_K`: weight_j divided by the number of positions valid at step j (over all processes).
 
-        `measure`: also work out accuracy and acceptance, which need the target's whole head.
+        `measure`: also compute accuracy and acceptance, which need the target's whole head.
         """
         sums = [torch.zeros(len(hidden), device=scored_R.device) for _ in range(3)]
         run = partial(self._run, sums, target_hidden_ND, scored_R, valid_KR, step_weight_K, measure)
@@ -153,7 +153,7 @@ class DraftLoss:
         """Loops over chunks and adds to `sums`: loss_K, acceptance_K, hits_K. Returns (loss, d_hidden per step, d_weight)."""
         num_rows, size = hidden[0].shape
         weight = draft_weight.to(hidden[0].dtype)
-        # One row more than there are: rows without a loss write there.
+        # One extra row, to which rows without a loss write.
         d_hidden = [x.new_zeros(num_rows + 1, size) for x in hidden] if needs_hidden else None
         d_weight = torch.zeros_like(draft_weight, dtype=torch.float32) if needs_weight else None
         before = 1 + torch.arange(len(hidden), device=scored_R.device)[:, None]
@@ -190,7 +190,7 @@ class DraftLoss:
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Any], draft_weight: Tensor, *hidden: Tensor) -> Tensor:
-        """`run`: of `DraftLoss`."""
+        """`run`: `DraftLoss._run` with its first arguments bound."""
         _, ctx.needs_weight, *needs_hidden = ctx.needs_input_grad
         ctx.weight_dtype = draft_weight.dtype
         loss, d_hidden, d_weight = run(hidden, draft_weight, any(needs_hidden) or ctx.needs_weight, ctx.needs_weight)
@@ -206,7 +206,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def auto_chunk_rows(steps: int, draft_vocab_size: int) -> int:
-    """Positions a chunk, so that one chunk's logits are about 170 M numbers: large products, small footprint."""
+    """Returns the positions per chunk for which a chunk has about 170 M logits: large products, little memory."""
     rows = 170_000_000 // (steps * draft_vocab_size)
     return max(128, min(8192, 1 << max(rows, 1).bit_length() - 1))
 
@@ -226,8 +226,8 @@ class Objective:
         compute_dtype: torch.dtype | None = None,
         compile: bool = False,
     ) -> None:
-        """`num_positions`: the highest position of any batch + 1; `batch_tokens`: tokens of a batch, padding included.
-        `compute_dtype`: None: the weights' own."""
+        """`num_positions`: the highest position of any batch + 1. `batch_tokens`: tokens of a batch, including padding.
+        `compute_dtype`: None: the type of the weights."""
         config, steps = drafter.config, settings.ttt_steps
         if config.window is not None and config.window <= steps:
             raise UserError(f"a drafter window of {config.window} is too small for {steps} draft steps")
@@ -244,7 +244,7 @@ class Objective:
         device = drafter.fc.weight.device
         same = config.draft_vocab_size == config.vocab_size
         ids = None if same else drafter.target_ids(torch.arange(config.draft_vocab_size, device=device))
-        self.vocabulary_V = None  # on the host, where batches are planned
+        self.vocabulary_V = None  # on the host, because batches are planned there
         if settings.outside_vocabulary == "mask" and ids is not None:
             self.vocabulary_V = torch.zeros(config.vocab_size, dtype=torch.bool)
             self.vocabulary_V[ids.cpu()] = True
@@ -268,7 +268,7 @@ class Objective:
         )
 
     def step_weights(self, num_valid_K: Tensor) -> Tensor:
-        """Weights that make the sum over positions the average over those valid at each step (of all processes)."""
+        """Returns the weights that turn the sum over positions into the mean over those valid at each step (all processes)."""
         return self.decay_K / num_valid_K.clamp_min(1.0)
 
     def __call__(
@@ -284,7 +284,7 @@ class Objective:
 
 
 def compiler_error(error: Exception) -> str | None:
-    """Why torch.compile failed, in a line; None: it was something else."""
+    """Returns why torch.compile failed, in one line; None if the error has another cause."""
     if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         return None
     return first_line(getattr(error, "inner_exception", error))

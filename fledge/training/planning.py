@@ -1,4 +1,4 @@
-"""What training a drafter takes: bytes, bandwidth, memory, FLOPs and GPU hours, each by a formula.
+"""Estimates the cost of training a drafter by formulas: bytes, bandwidth, memory, FLOPs and GPU hours.
 
 python -m fledge.training.planning                                   Kimi-K2-class, the defaults
 python -m fledge.training.planning hidden_size=5120 num_layers=64 …  your own numbers (all keys: --help)
@@ -16,13 +16,13 @@ from fledge.training.objective import auto_chunk_rows
 
 @dataclass(frozen=True)
 class Plan:
-    """Inputs are fields, results properties. FLOPs count a multiplication and its addition as two."""
+    """The inputs (fields) and results (properties) of an estimate. A multiplication with its addition counts as two FLOPs."""
 
     # The target
     hidden_size: int = 7168
     num_layers: int = 61
     vocab_size: int = 163_840
-    active_parameters: float = 32e9  # that one token passes through
+    active_parameters: float = 32e9  # used per token
     attention_width: int = 64 * (192 + 128)  # heads × (size of a query + size of a value)
     # The drafter
     num_taps: int = 3
@@ -35,13 +35,13 @@ class Plan:
     # The data
     samples: float = 500_000
     tokens_per_sample: float = 2_000
-    answer_share: float = 0.75  # of a sample's tokens: written by the target, and scored
+    answer_share: float = 0.75  # share of a sample's tokens that the target wrote; these are scored
     epochs: float = 2
-    state_bytes: int = 2  # of one number: bf16
-    # The machines; these are assumptions, replace them by what you measure
+    state_bytes: int = 2  # per number: bf16
+    # The machines. These are assumptions: replace them by your measurements.
     peak_flops: float = 989e12  # of one GPU, dense bf16: H100, H200
     utilisation: float = 0.3  # share of the peak that is reached
-    decode_tokens_per_s: float = 1_500  # that one GPU of the target's server writes
+    decode_tokens_per_s: float = 1_500  # per GPU of the target's server
     target_gpus: int = 8
     trainer_gpus: int = 8
 
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def bytes_per_token(self) -> float:
-        """The taps and the last layer."""
+        """Bytes of a token's hidden states: the taps and the last layer."""
         return (self.num_taps + 1) * self.hidden_size * self.state_bytes
 
     @property
@@ -62,14 +62,14 @@ class Plan:
 
     @property
     def bytes_per_s(self) -> float:
-        """Through disk or network, when states stream as fast as the slower of server and trainer allows."""
+        """Bandwidth of disk or network if states stream as fast as the slower of server and trainer."""
         return self.bytes_per_token * min(self.prefill_tokens_per_s, self.training_tokens_per_s)
 
     # --- the target -----------------------------------------------------------------------------------------------
 
     @property
     def prefill_flops(self) -> float:
-        """A token's: every active weight once, and attention to half the sample on average."""
+        """FLOPs per token: every active weight once, and attention to half the sample on average."""
         attention = 2 * self.num_layers * self.attention_width * self.tokens_per_sample / 2
         return 2 * self.active_parameters + attention
 
@@ -79,12 +79,12 @@ class Plan:
 
     @property
     def prefill_gpu_hours(self) -> float:
-        """Of one pass over the data. States on disk need one, streamed ones as many as epochs."""
+        """GPU hours of one pass over the data. States on disk need one pass, streamed states one per epoch."""
         return self.tokens * self.prefill_flops / (self.peak_flops * self.utilisation) / 3600
 
     @property
     def answer_gpu_hours(self) -> float:
-        """The target's own answers to all prompts, once."""
+        """GPU hours for the target to answer all prompts once."""
         return self.tokens * self.answer_share / self.decode_tokens_per_s / 3600
 
     # --- the drafter ----------------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ class Plan:
 
     @property
     def training_flops(self) -> float:
-        """A token's: layer and attention once a draft step, fc once, forward and backward (three times the forward). The head
-        at scored positions alone: three products a draft step, and one for the target's distribution."""
+        """FLOPs per token: layer and attention once per draft step and fc once, times three for forward and backward. The head
+        only at scored positions: three products per draft step, and one for the target's distribution."""
         attention = 2 * self.num_heads * self.head_dim * self.tokens_per_sample / 2  # queries·keys and shares·values, causal
         layers = 3 * (self.ttt_steps * (2 * self.layer_parameters + 2 * attention) + 2 * self.fc_parameters)
         return layers + self.answer_share * 2 * self.head_parameters * (3 * self.ttt_steps + 1)
@@ -125,21 +125,21 @@ class Plan:
 
     @property
     def trainer_bytes(self) -> float:
-        """On each GPU, besides activations: weights, gradients and two Adam moments in fp32, weights cast to bf16; the target's
-        embedding and head."""
+        """Memory of each GPU without activations: weights, gradients and two Adam moments in fp32, weights cast to bf16, and
+        the target's embedding and head."""
         return 18 * self.drafter_parameters + 2 * 2 * self.vocab_size * self.hidden_size
 
     def activation_bytes(self, tokens: int, *, recompute: bool = False, number_bytes: int = 2) -> int:
-        """Of training on so many tokens at a time. `recompute`: the activations of one draft step are kept, not of all.
+        """Returns the memory of activations for a micro-batch of `tokens`. `recompute`: only those of one draft step are kept.
 
-        With 32,768 tokens of a 135M target (H200) it gives 5.7 GiB with the weights; 5.6 were measured compiled, 6.3 without.
+        For 32,768 tokens of a 135M target (H200) it gives 5.7 GiB including weights; measured: 5.6 compiled, 6.3 uncompiled.
         """
         size, inner, heads = self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim
         keys = 2 * self.num_kv_heads * self.head_dim  # and values
         step = 6 * size + 2 * heads + keys + 3 * inner  # norms and their inputs, queries, attention, MLP
         steps = step + self.ttt_steps * (size + keys) if recompute else self.ttt_steps * step
         states = 3 * (self.num_taps + 1) * size  # captured, normed, concatenated
-        target_layer = 4 * (size + inner)  # the target's pass keeps one layer's at a time
+        target_layer = 4 * (size + inner)  # the target's pass keeps the activations of one layer at a time
         rows = min(auto_chunk_rows(self.ttt_steps, self.draft_vocab_size), tokens)
         logits = 8 * self.ttt_steps * rows * self.draft_vocab_size  # of one chunk, and their gradients
         return number_bytes * tokens * (steps + states + target_layer) + logits
@@ -173,9 +173,9 @@ def parse(words: list[str]) -> Plan:
         try:
             given[key] = kinds[key](float(text))
         except ValueError:
-            raise UserError(f"{word!r}: {text!r} is no number") from None
+            raise UserError(f"{word!r}: {text!r} is not a number") from None
         if given[key] <= 0:
-            raise UserError(f"{word!r}: must be more than nothing")
+            raise UserError(f"{word!r}: must be greater than 0")
     return Plan(**given)
 
 

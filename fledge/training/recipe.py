@@ -1,4 +1,4 @@
-"""A training run's settings: a YAML file and `key=value` overrides, checked by pydantic. Unknown keys are refused."""
+"""The settings of a training run: a YAML file and `key=value` overrides, checked by pydantic. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fledge.training.data.templates import Augmentation
 
 
 class RecipeError(UserError):
-    """A recipe that cannot be used; names the key."""
+    """A recipe that cannot be used. The message names the key."""
 
 
 def _number(value: Any) -> Any:
-    """YAML reads 1e-3 as text."""
+    """Converts text such as 1e-3, which YAML does not read as a number."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -34,7 +34,7 @@ def _number(value: Any) -> Any:
 
 
 def _word(value: Any) -> Any:
-    """YAML reads 3.1 as a number and no as a truth value."""
+    """Converts values back to text that YAML reads as a number (3.1) or as a boolean (no)."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return str(value) if isinstance(value, int | float) else value
@@ -46,7 +46,7 @@ def _listed(value: Any) -> Any:
 
 def _device(value: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
-        raise ValueError(f"{value!r} is none of auto, cpu, cuda, cuda:0, cuda:1 and so on")
+        raise ValueError(f"{value!r} must be auto, cpu, cuda, or cuda:N")
     return value
 
 
@@ -74,19 +74,19 @@ def key(default: Any, meaning: str) -> Any:
 class TargetRecipe:
     """The model that the drafter will draft for."""
 
-    model: Annotated[str, Field(description="folder, hub id or built-in name; toy: a tiny one, made on the spot")]
+    model: Annotated[str, Field(description="folder, hub id or built-in name; toy: a tiny model, made by the run itself")]
     backend: Literal["auto", "fledge", "transformers"] = key("auto", "auto: Fledge's decoder where it knows the architecture")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = key("auto", "auto: bfloat16 on a GPU, else float32")
-    endpoint: str | None = key(None, "a vLLM server that runs the target, http://host:8000/v1; model then gives its files")
+    endpoint: str | None = key(None, "URL of a vLLM server that runs the target, http://host:8000/v1; model names its files")
     endpoint_states: str | None = key(
-        None, "the server's shared_storage_path as seen from here, a folder or a URL; null: /dev/shm/states"
+        None, "the server's shared_storage_path as mounted on this machine, a folder or a URL; null: /dev/shm/states"
     )
-    endpoint_requests: Count = key(32, "requests to the endpoint at a time, of each process")
+    endpoint_requests: Count = key(32, "concurrent requests to the endpoint, per process")
 
 
 @dataclass(frozen=True, config=_STRICT)
 class LatentRecipe:
-    """Sizes of latent attention; null: the target's where it has such attention itself, else the usual ones."""
+    """Sizes of latent attention (MLA); null: the target's sizes if it uses MLA, else the usual ones."""
 
     kv_lora_rank: Count | None = key(None, "usual: 512, as in DeepSeek and Kimi, for which servers have kernels")
     qk_rope_head_dim: Count | None = key(None, "usual: 64")
@@ -109,37 +109,37 @@ class DrafterRecipe:
     )
     num_layers: Count = key(1, "layers of the drafter")
     intermediate_size: Count | None = key(None, "size of the MLP; null: the target's")
-    draft_vocab_size: Count | None = key(16384, "tokens that the drafter can name; null: the target's whole vocabulary")
-    window: Count | None = key(None, "attend to the last so many tokens only; null: to all")
+    draft_vocab_size: Count | None = key(16384, "tokens that the drafter can predict; null: the target's whole vocabulary")
+    window: Count | None = key(None, "attend only to this many last tokens; null: to all")
     attention: Literal["gqa", "mla"] = key("gqa", "like the target's heads, or latent (DeepSeek, Kimi)")
     mla: LatentRecipe = field(default_factory=LatentRecipe)
     qk_norm: Flag = key(False, "norms on queries and keys, as in Qwen3")
     own_head: Flag = key(True, "a head of its own; false: the target's")
     own_embedding: Flag = key(False, "an embedding of its own; false: the target's")
     init: Literal["target", "random"] = key("target", "start from the target's last layer, or at random")
-    init_from: str | None = key(None, "a drafter to continue from, whatever its version; overrides init")
+    init_from: str | None = key(None, "a drafter to continue from, of any version; overrides init")
 
 
 @dataclass(frozen=True, config=_STRICT)
 class DataRecipe:
-    """What is trained and evaluated on."""
+    """Data for training and evaluation."""
 
-    train: Annotated[Files, Field(description="chat files (.jsonl, .jsonl.gz); toy: made on the spot")]
+    train: Annotated[Files, Field(description="chat files (.jsonl, .jsonl.gz); toy: made by the run itself")]
     held_out: Files = key((), "chat files to evaluate on; none: held_out_samples prompts are taken out of train")
     held_out_samples: Count = key(64, "prompts to evaluate on")
     decontaminate: Files = key((), "files of prompts; conversations that share 13 words in a row with one are left out")
     sequence_length: Annotated[Integer, Field(ge=2)] = key(2048, "tokens of a packed row, and of the longest sample")
-    micro_batch_size: Count = key(16, "rows that a GPU takes at a time, at most; lower it when memory runs out")
+    micro_batch_size: Count = key(16, "most rows per pass on each GPU; lower it when memory runs out")
     global_batch_size: Count | None = key(
-        None, "rows of an optimiser step over all GPUs; null: micro_batch_size x number of GPUs"
+        None, "rows of an optimizer step over all GPUs; null: micro_batch_size x number of GPUs"
     )
     long: Literal["truncate", "drop"] = key("truncate", "samples longer than sequence_length: cut at their end, or left out")
     remove_loops: Flag = key(True, "cut answers where they begin to repeat themselves")
-    position_offset_max: NotNegative = key(0, "each document's positions begin at a random place up to this")
+    position_offset_max: NotNegative = key(0, "each document's positions start at a random offset up to this")
     chat_template: str | None = key(None, "a Jinja template; null: the tokenizer's")
     limit: Count | None = key(None, "conversations to read; null: all")
     vocabulary: str | None = key(
-        None, "a draft vocabulary counted before, on any data; null: counted on train and kept in output"
+        None, "an existing draft vocabulary, counted on any data; null: counted on train and saved in output"
     )
     cache: str | None = key(None, "folder for tokenised data; null: tokenised at each start")
     augmentation: Augmentation = field(default_factory=Augmentation)
@@ -147,30 +147,30 @@ class DataRecipe:
 
 @dataclass(frozen=True, config=_STRICT)
 class ObjectiveRecipe:
-    """What the drafter learns."""
+    """The training objective."""
 
     ttt_steps: Count = key(5, "draft steps unrolled in training (training-time test)")
-    decay: AboveZero = key(0.8, "draft step j counts decay^j")
+    decay: AboveZero = key(0.8, "the loss of draft step j is weighted by decay^j")
     loss: Literal["kl", "lk", "mix"] = key("kl", "cross-entropy, -log acceptance probability, or both")
     lk_weight: Share = key(0.5, "weight of lk in mix")
     outside_vocabulary: Literal["mask", "renormalise"] = key(
         "mask", "tokens outside the draft vocabulary: no loss there, or the target's distribution over the rest"
     )
     chunk_rows: Count | None = key(None, "positions scored at once; null: by the size of the draft vocabulary")
-    recompute: Flag = key(False, "less memory, a third more time")
+    recompute: Flag = key(False, "recompute activations in the backward pass: less memory, a third more time")
 
 
 @dataclass(frozen=True, config=_STRICT)
 class OptimizerRecipe:
-    """Optimiser and learning rate."""
+    """Optimizer and learning rate."""
 
     kind: Literal["adamw", "muon"] = key("adamw", "muon: for the layers' matrices, adamw for the rest")
     learning_rate: Positive = key(1e-3, "peak learning rate")
     muon_learning_rate: Positive | None = key(None, "null: learning_rate")
     betas: tuple[BelowOne, BelowOne] = key((0.9, 0.95), "of AdamW")
-    weight_decay: Annotated[Number, Field(ge=0)] = key(0.0, "of matrices; norms and biases never decay")
-    max_grad_norm: Positive | None = key(0.5, "gradients are clipped to this norm; null: not at all")
-    schedule: Literal["cosine", "wsd", "linear", "constant"] = key("cosine", "course of the learning rate after the warm-up")
+    weight_decay: Annotated[Number, Field(ge=0)] = key(0.0, "of matrices; norms and biases have none")
+    max_grad_norm: Positive | None = key(0.5, "gradients are clipped to this norm; null: no clipping")
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = key("cosine", "learning rate schedule after the warm-up")
     warmup: BelowOne = key(0.02, "share of the run")
     decay: AboveZero = key(0.2, "wsd: share of the run")
     floor: Share = key(0.0, "share of the peak that is left at the end")
@@ -178,29 +178,29 @@ class OptimizerRecipe:
 
 @dataclass(frozen=True, config=_STRICT)
 class RunRecipe:
-    """How long, where and how: at least one of steps, epochs, max_seconds; the first that is reached ends the run."""
+    """Length of the run, device and intervals. Set at least one of steps, epochs, max_seconds; the first reached ends it."""
 
-    steps: Count | None = key(None, "optimiser steps")
+    steps: Count | None = key(None, "optimizer steps")
     epochs: Positive | None = key(None, "passes over the data")
-    max_seconds: Positive | None = key(None, "seconds from the first step on, evaluations and checkpoints included")
-    log_every: Count = key(20, "steps")
+    max_seconds: Positive | None = key(None, "seconds from the first step on, including evaluations and checkpoints")
+    log_every: Count = key(20, "steps between log lines")
     save_every: Count = key(500, "steps between checkpoints")
-    save_seconds: Positive | None = key(None, "and at the latest after so many seconds of training")
+    save_seconds: Positive | None = key(None, "also save after at most this many seconds of training")
     keep: Count = key(2, "checkpoints kept")
     evaluate_every: Count = key(500, "steps between evaluations")
-    evaluate_seconds: Positive | None = key(None, "and at the latest after so many seconds of training")
-    patience: Count | None = key(None, "evaluations without a better acceptance length until the run stops; null: never")
+    evaluate_seconds: Positive | None = key(None, "also evaluate after at most this many seconds of training")
+    patience: Count | None = key(None, "stop after this many evaluations without a better acceptance length; null: never")
     device: Annotated[str, AfterValidator(_device)] = key("auto", "auto, cpu, cuda, cuda:1 ...")
     compute_dtype: Literal["auto", "float32", "bfloat16"] = key("auto", "auto: bfloat16 on a GPU, else float32")
     compile: Annotated[Literal["auto", "yes", "no"], Word] = key("auto", "torch.compile; auto: on a GPU")
-    shard_target: Flag = key(False, "under torchrun: spread the target's layers over the GPUs (FSDP)")
-    hidden_states: Literal["online", "offline"] = key("online", "offline: the target runs once, its states go to disk")
-    hidden_states_folder: str | None = key(None, "where they go; null: output/states")
+    shard_target: Flag = key(False, "with torchrun: shard the target's layers over the GPUs (FSDP)")
+    hidden_states: Literal["online", "offline"] = key("online", "offline: the target runs once, its states are stored on disk")
+    hidden_states_folder: str | None = key(None, "folder for offline states; null: output/states")
 
 
 @dataclass(frozen=True, config=_STRICT)
 class EvaluationRecipe:
-    """Acceptance by real drafting on the held-out prompts."""
+    """Evaluation: acceptance in actual drafting on the held-out prompts."""
 
     depths: Counts = key((3, 5, 7), "draft depths")
     select_depth: Integer = key(5, "the best checkpoint is chosen by the acceptance length at this depth")
@@ -224,29 +224,29 @@ class Recipe:
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
 
     def __post_init__(self) -> None:
-        """What concerns more than one key."""
+        """Checks that concern more than one key."""
         drafter, run, data, evaluation = self.drafter, self.run, self.data, self.evaluation
         if run.steps is None and run.epochs is None and run.max_seconds is None:
-            raise ValueError("run: say when it ends, by steps, epochs or max_seconds")
+            raise ValueError("run has no end: set steps, epochs or max_seconds")
         if not data.train:
-            raise ValueError("data.train names no file")
+            raise ValueError("data.train has no files")
         if self.target.endpoint is not None and self.target.backend != "auto":
-            raise ValueError("target.backend says how the target runs here, target.endpoint that it does not: choose one")
+            raise ValueError("target.backend (run the target locally) and target.endpoint (use a server) exclude each other")
         if drafter.aux_layers == ():
-            raise ValueError("drafter.aux_layers names no layer; null takes the usual three")
+            raise ValueError("drafter.aux_layers is empty; null selects the three default layers")
         if evaluation.sink_column is not None and evaluation.sink_column >= evaluation.max_prompt_tokens:
             raise ValueError(
-                f"evaluation.sink_column {evaluation.sink_column} lies behind every prompt "
-                f"(evaluation.max_prompt_tokens is {evaluation.max_prompt_tokens})"
+                f"evaluation.sink_column {evaluation.sink_column} must be less than evaluation.max_prompt_tokens "
+                f"({evaluation.max_prompt_tokens})"
             )
         if evaluation.select_depth not in evaluation.depths:
             raise ValueError(f"evaluation.select_depth {evaluation.select_depth} is not among depths {evaluation.depths}")
         if drafter.window is not None and drafter.window <= max(*evaluation.depths, self.objective.ttt_steps):
             raise ValueError("drafter.window must be larger than the number of draft steps trained and evaluated")
         if drafter.attention != "mla" and drafter.mla != LatentRecipe():
-            raise ValueError("drafter.mla gives sizes of latent attention; set drafter.attention: mla too")
+            raise ValueError("drafter.mla sets sizes of latent attention, so it also needs drafter.attention: mla")
         if drafter.attention == "mla" and drafter.qk_norm:
-            raise ValueError("drafter.qk_norm goes with drafter.attention: gqa; latent attention has norms of its own")
+            raise ValueError("drafter.qk_norm goes with drafter.attention: gqa; latent attention has its own norms")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -256,7 +256,7 @@ class Recipe:
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """`overrides`: dotted keys and YAML values, as in `optimizer.learning_rate=5e-4`."""
+    """Reads a recipe. `overrides`: dotted keys with YAML values, as in `optimizer.learning_rate=5e-4`."""
     path = Path(path)
     if not path.is_file():
         raise RecipeError(f"{path}: there is no such recipe")
@@ -296,7 +296,7 @@ def _override(content: dict[str, Any], override: str) -> None:
 
 
 def build_recipe(content: Mapping[str, Any]) -> Recipe:
-    """From nested keys and values; every mistake is named, all at once."""
+    """Builds a recipe from nested keys and values. The error message names all mistakes."""
     try:
         return TypeAdapter(Recipe).validate_python(content)
     except ValidationError as error:
@@ -331,7 +331,7 @@ def _unknown_key(place: list[str]) -> str:
 
 
 def describe_keys() -> str:
-    """Every key with its default and meaning, as a YAML file with comments."""
+    """Returns every key with its default and meaning, as a YAML file with comments."""
     return "\n".join(_key_lines(Recipe, "")) + "\n"
 
 
@@ -356,7 +356,7 @@ def _in_yaml(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """With lists for tuples, which YAML would tag."""
+    """Converts tuples to lists, because YAML would tag tuples."""
     return json.loads(json.dumps(value))
 
 
@@ -370,7 +370,7 @@ def flat_settings(settings: Mapping[str, Any], where: str = "") -> dict[str, Any
 
 # --- arms -------------------------------------------------------------------------------------------------------------
 
-# Sections that arms may differ in, and keys of them that all arms share: the target's pass and the batches depend on these.
+# Sections in which arms may differ, and keys in them that must be equal: the target's pass and the batches depend on these.
 OWN = ("drafter", "objective", "optimizer")
 SHARED = (
     *("drafter.aux_layers", "drafter.draft_vocab_size"),
@@ -384,9 +384,9 @@ def arm_recipes(recipe: Recipe, arms: Sequence[str]) -> list[Recipe]:
     for text in arms:
         name, equals, keys = text.partition("=")
         if not equals or not name or Path(name).name != name:
-            raise RecipeError(f"--arms {text!r}: give a name and what is its own, as in eagle3=drafter.version=3")
+            raise RecipeError(f"--arms {text!r}: write NAME=KEY=VALUE with a plain NAME, as in eagle3=drafter.version=3")
         if name in recipes:
-            raise RecipeError(f"--arms: {name} is there twice")
+            raise RecipeError(f"--arms: {name} is given twice")
         recipes[name] = with_overrides(recipe, shlex.split(keys))
         was, now = flat_settings(recipe.to_dict()), flat_settings(recipes[name].to_dict())
         changed = [key for key, value in now.items() if value != was[key]]
@@ -396,5 +396,5 @@ def arm_recipes(recipe: Recipe, arms: Sequence[str]) -> list[Recipe]:
                 "set it for all of them"
             )
     if recipe.run.patience is not None:
-        raise RecipeError("run.patience: arms end together, at the same step; leave it out")
+        raise RecipeError("run.patience cannot be used with --arms, because all arms end at the same step; leave it out")
     return [replace(one, output=str(Path(recipe.output) / name)) for name, one in recipes.items()]

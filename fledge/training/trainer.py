@@ -1,4 +1,4 @@
-"""The training loop: steps, logs, evaluations, checkpoints; resumes exactly where it was."""
+"""The training loop: steps, logs, evaluations, checkpoints, and exact resuming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fledge.training.ttt import TrainBatch
 
 
 class Interrupts:
-    """Handles SIGINT and SIGTERM inside a `with`: the first sets `wanted`, a second one acts as usual."""
+    """Handles SIGINT and SIGTERM inside a `with`: the first signal sets `wanted`, a second one has its usual effect."""
 
     def __init__(self) -> None:
         self.wanted = False
@@ -61,10 +61,10 @@ class Interrupts:
 @dataclass
 class Result:
     step: int
-    finished: bool  # False: interrupted, to be resumed
+    finished: bool  # False: interrupted; can be resumed
     best_acceptance_length: float
     best_folder: Path
-    evaluations: list[dict[str, Any]] = field(default_factory=list)  # of this process's part of the run
+    evaluations: list[dict[str, Any]] = field(default_factory=list)  # since this process started, not those before a resume
 
 
 class Trainer:
@@ -77,7 +77,7 @@ class Trainer:
         held_out: HeldOut | None,
         began: float | None = None,
     ) -> None:
-        """`held_out`: on the first process, which evaluates. `began`: see `train`."""
+        """`held_out`: only given on the first process, which evaluates. `began`: see `train`."""
         context = contexts[0]
         self.dist, self.recipe, self.held_out = dist, context.recipe, held_out
         self.target, self.target_folder, self.device = context.target, context.target_folder, context.device
@@ -95,10 +95,10 @@ class Trainer:
         )
         self.step, self.tokens = 0, 0
         # The run's clock, and the part of it spent in steps. Loading, compiling (in the first step), evaluations and
-        # checkpoints use up the run's time, but the learning rate does not move on meanwhile.
+        # checkpoints count towards the run's time limit, but do not advance the learning rate schedule.
         self._began, self._seconds_before, self.step_seconds = began, 0.0, 0.0
         self.loader_state: dict[str, Any] | None = None
-        self.agreed_seconds = self.agreed_step_seconds = 0.0  # the first process's, as all count them
+        self.agreed_seconds = self.agreed_step_seconds = 0.0  # clocks of the first process, which all processes use
         self.total_steps = self._total_steps()
         self.interrupts = Interrupts()
         self._resume()
@@ -115,11 +115,11 @@ class Trainer:
 
     @property
     def seconds(self) -> float:
-        """Seconds that the run has taken, earlier attempts included."""
+        """Seconds that the run has taken, including earlier attempts."""
         return self._seconds_before + (0.0 if self._began is None else time.perf_counter() - self._began)
 
     def _total_steps(self) -> int | None:
-        """None: only the clock ends the run."""
+        """Returns the total number of steps; None if only the time limit ends the run."""
         run, limits = self.recipe.run, []
         if run.steps is not None:
             limits.append(run.steps)
@@ -128,7 +128,7 @@ class Trainer:
         return min(limits) if limits else None
 
     def use_states_on_disk(self) -> None:
-        """Computes the target's states of all data, unless that is done, and releases the target."""
+        """Computes the missing target states of all data, and releases the target."""
         recipe, folder, layers = self.recipe, self.recipe.run.hidden_states_folder, self.arms[0].drafter.config.aux_layer_ids
         identity = {
             "model": recipe.target.model,
@@ -165,7 +165,7 @@ class Trainer:
             prefetch.close()
             for arm in self.arms:
                 arm.journal.close()
-                if self.dist.is_first:  # a run that stops on an error most of all
+                if self.dist.is_first:  # also after an error, when curves are needed most
                     draw_curves(arm.folder / "log.jsonl", arm.folder / "curves.png")
         for arm in self.arms:
             if finished:
@@ -173,11 +173,11 @@ class Trainer:
                     f"done: {self.step:,} steps, acceptance length {arm.best:.3f}; drafter in {arm.folder / 'best'}"
                 )
             else:
-                arm.journal.log(f"interrupted at step {self.step:,}; the same command goes on from here")
+                arm.journal.log(f"interrupted at step {self.step:,}; run the same command again to continue")
         return [Result(self.step, finished, arm.best, arm.folder / "best", arm.evaluations) for arm in self.arms]
 
     def _loop(self, prefetch: Prefetcher) -> bool:
-        """Runs the steps that are left; returns whether the run is finished."""
+        """Runs the remaining steps; returns whether the run is finished."""
         run, is_compiled = self.recipe.run, False
         if self._began is None:
             self._began = time.perf_counter()
@@ -210,7 +210,7 @@ class Trainer:
         return self._is_done()
 
     def _is_due(self, what: str, every: int, seconds: float | None) -> bool:
-        """Whether it is time, by steps or by the first process's clock: the same answer in all processes."""
+        """Whether an action is due, by steps or by the first process's clock; the result is the same in all processes."""
         due = self.step % every == 0 or (seconds is not None and self.agreed_seconds - self._done_at[what] >= seconds)
         if due:
             self._done_at[what] = self.agreed_seconds
@@ -225,8 +225,8 @@ class Trainer:
         return run.max_seconds is not None and self.step > 0 and self.agreed_seconds >= run.max_seconds
 
     def _agree(self, step_input: StepInput) -> tuple[Tensor, Tensor, bool]:
-        """Sums over all processes: positions with loss at each draft step, positions left out because their token is outside
-        the draft vocabulary, and whether one wants to stop. Also keeps the first process's clocks."""
+        """Returns, over all processes: positions with loss at each draft step, positions left out because their token is
+        outside the draft vocabulary, and whether one process wants to stop. Also stores the first process's clocks."""
         clocks = (self.seconds, self.step_seconds) if self.dist.is_first else (0.0, 0.0)
         mine = torch.tensor([float(self.interrupts.wanted), *clocks])
         facts = self.dist.sum(torch.cat([step_input.num_valid_K, step_input.num_outside_K, mine]).double())
@@ -235,7 +235,7 @@ class Trainer:
         return valid, outside, bool(facts[-3] > 0)
 
     def _share(self) -> float:
-        """The share of the run that is over, by steps or time. The learning rate follows it."""
+        """Returns the fraction of the run that is complete, by steps or time. The learning rate depends on it."""
         share = 0.0 if self.total_steps is None else self.step / self.total_steps
         if (limit := self.recipe.run.max_seconds) is not None:
             left = max(limit - self.agreed_seconds, 1e-9)
@@ -251,14 +251,14 @@ class Trainer:
                 self._backward(batch, counts, measure)
         for arm in self.arms:
             self.dist.sum_gradients(arm.drafter.parameters())
-        with self._agree_on_memory():  # the first step allocates the optimiser's moments
+        with self._agree_on_memory():  # the first step allocates the optimizer's moments
             for arm in self.arms:
                 arm.end_step(self.step)
         self.tokens += sum(batch.tokens_BT.numel() for batch in step_input.batches) * self.dist.size
         self._recent.append((self.step, step_input))
 
     def _agree_on_memory(self) -> AbstractContextManager[None]:
-        """A sharded target's pass has collectives, in which the others would wait already: there the process ends."""
+        """`dist.agree_on_memory`, except for a sharded target: the others wait in its collectives, so the process must end."""
         return nullcontext() if self.recipe.run.shard_target else self.dist.agree_on_memory()
 
     def _backward(self, batch: TrainBatch, counts: Tensor, measure: bool) -> None:
@@ -271,7 +271,7 @@ class Trainer:
                 reason = compiler_error(error)
                 if not (arm.objective.is_compiled and reason and self.step < 2):
                     raise
-                arm.journal.log(f"torch.compile failed ({reason}); going on without it, slower (run.compile=no)")
+                arm.journal.log(f"torch.compile failed ({reason}); continuing without it, which is slower (run.compile=no)")
                 self.target.without_compiler()
                 arm.without_compiler()
                 states = states or self.target.states(batch)
@@ -294,14 +294,14 @@ class Trainer:
         if self.dist.is_first:
             clocks = {"seconds": self.seconds, "step_seconds": self.step_seconds}
             position = {"loader": self.loader_state, "tokens": self.tokens, **clocks}
-            # With several arms one more: a run that is killed between two saves resumes from the step that all arms have.
+            # With several arms keep one more, so that a run killed between two saves can resume from a step that all have.
             keep = self.recipe.run.keep + (len(self.arms) > 1)
             for arm in self.arms:
                 arm.save(self.step, position, keep)
         self.dist.barrier()
 
     def _resume(self) -> None:
-        """Resumes from the first process's files: others may run on machines that do not have them."""
+        """Resumes from the first process's files, because the machines of other processes may not have them."""
         paths = self.dist.on_first(lambda: latest_checkpoints([arm.folder for arm in self.arms]))
         for arm, path in zip(self.arms, paths, strict=False):
             state = arm.resume(path)
@@ -319,10 +319,10 @@ class Trainer:
 
 
 def train(recipe: Recipe, *, began: float | None = None, dist: DistributedContext | None = None) -> Result:
-    """A whole run, or the rest of one: everything `fledge train` does.
+    """Runs or resumes a whole training run: everything that `fledge train` does.
 
     `began`: when the clock of `run.max_seconds` started (time.perf_counter()); None: it starts with the first step.
-    `dist`: of a caller that has joined it, and leaves it; None: joined and left here.
+    `dist`: given if the caller has joined the processes and will leave them; None: joined and left here.
     """
     return _train(recipe, [recipe], began, dist)[0]
 
@@ -330,7 +330,7 @@ def train(recipe: Recipe, *, began: float | None = None, dist: DistributedContex
 def train_arms(
     recipe: Recipe, arms: Sequence[str], *, began: float | None = None, dist: DistributedContext | None = None
 ) -> dict[str, Result]:
-    """Several drafters on the same batches of target states: each as if it were trained alone (see `arm_recipes`)."""
+    """Trains several drafters on the same batches of target states, each as if it were trained alone (see `arm_recipes`)."""
     recipes = arm_recipes(recipe, arms)
     results = _train(recipe, recipes, began, dist)
     return {Path(one.output).name: result for one, result in zip(recipes, results, strict=True)}
@@ -345,17 +345,17 @@ def _train(common: Recipe, arms: Sequence[Recipe], began: float | None, joined: 
         recipes = _resolved(common, arms, dist, log)
         contexts = build_contexts(recipes, dist, log)
         run = recipes[0].run
-        # A sharded target needs all processes for every pass, though the first alone evaluates.
+        # A sharded target needs all processes for every pass, although only the first one evaluates.
         takes_part = dist.is_first or run.shard_target
         held_out = held_out_texts(contexts[0]) if takes_part else None
-        dist.barrier()  # on the host, with its patience: what comes next is a collective of GPUs, which waits for ten minutes
+        dist.barrier()  # on the host, with a long timeout: next comes a GPU collective, which times out after ten minutes
         trainer = Trainer(contexts, dist, held_out if dist.is_first else None, began)
         vocabulary = contexts[0].vocabulary
-        del contexts, held_out  # the trainer may let go of the target
+        del contexts, held_out  # so that the trainer can free the target
         log(f"packing: {trainer.loader}")
         if run.hidden_states == "offline":
             trainer.use_states_on_disk()
-        for arm in trainer.arms if dist.is_first else ():  # only now: a run that is refused leaves things as they were
+        for arm in trainer.arms if dist.is_first else ():  # only after all checks, so that a refused run changes no files
             if vocabulary is not None and not arm.recipe.data.vocabulary:
                 vocabulary.save(arm.folder / "vocabulary")
             arm.save_recipe()
@@ -375,7 +375,7 @@ def _train(common: Recipe, arms: Sequence[Recipe], began: float | None, joined: 
 
 
 def _resolved(common: Recipe, arms: Sequence[Recipe], dist: DistributedContext, log: Log) -> list[Recipe]:
-    """The recipes of all arms, checked against what their folders hold."""
+    """Resolves the recipes of all arms, and checks them against earlier runs in their folders."""
     before: list[Mapping[str, Any] | None] = dist.on_first(lambda: [earlier_settings(arm.output) for arm in arms])
     common = resolve(common, dist, before[0])
     log(common.to_yaml())

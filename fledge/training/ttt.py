@@ -1,4 +1,4 @@
-"""Training-time test: the drafter unrolled over K draft steps for every position of packed documents at once.
+"""Training-time test: unrolls the drafter over K draft steps for all positions of packed documents at once.
 
 Row t at step j, within one document:
 
@@ -6,11 +6,11 @@ Row t at step j, within one document:
     0           x_{t+1}      g_t                  t          t+1      (predicts x_{t+2})
     j           x_{t+1+j}    step j−1 of row t    t+j        t+1+j    (predicts x_{t+2+j})
 
-Its attention sees the step-0 keys of rows ≤ t and its own keys of steps 1…j: the former is ordinary causal attention, the
-latter j dot products, and the two are joined exactly by their log-sum-exps. No mask grows with K.
+Its attention sees the step-0 keys of rows ≤ t and its own keys of steps 1…j. The former is ordinary causal attention, the
+latter j dot products; the two are merged exactly by their log-sum-exps. No mask grows with K.
 
 Shapes: B packed rows of T tokens (N = B·T), H query heads, K key/value heads, E head size.
-A document is a run of neighbouring tokens; `start_BT` holds, for every token, the column of its document's first token.
+A document is a run of adjacent tokens; `start_BT` holds, for every token, the column of its document's first token.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import Attend
 
 BLOCK = 128  # tokens per FlexAttention block; the last one of a row may be shorter
-# FlexAttention's kernel for training. Rows of less than 128 tokens would take the one for decoding, which serves 128 queries of
-# a key head at most: 100 tokens with two query heads to a key head do not compile.
+# FlexAttention's kernel for training. By default, rows of fewer than 128 tokens would use the decoding kernel, which takes at
+# most 128 queries per key head: 100 tokens with two query heads per key head do not compile.
 KERNEL = {"BACKEND": "TRITON"}
 
 Mask = BlockMask | Tensor  # blocks for FlexAttention; else [B, 1, T, T], True where attention is allowed
 
-# Uncompiled FlexAttention materialises all scores; when a caller compiles around it, this is inlined.
+# Compiled, because uncompiled FlexAttention materialises all scores. Inside a compiled caller it is inlined.
 _compiled_flex_attention = torch.compile(flex_attention, dynamic=False)
 
 
@@ -44,7 +44,7 @@ _compiled_flex_attention = torch.compile(flex_attention, dynamic=False)
 
 
 def document_starts(document_BT: Tensor) -> Tensor:
-    """For every token, the column of its document's first token (int32)."""
+    """Returns, for every token, the column of its document's first token (int32)."""
     columns = torch.arange(document_BT.shape[1], device=document_BT.device, dtype=torch.int32)
     is_first = torch.ones_like(document_BT, dtype=torch.bool)
     is_first[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
@@ -52,10 +52,10 @@ def document_starts(document_BT: Tensor) -> Tensor:
 
 
 def packed_mask(start_BT: Tensor, window: int | None = None, ahead: int = 0, *, flex: bool) -> Mask:
-    """Causal within each document.
+    """Returns a mask that is causal within each document.
 
-    `window` and `ahead`: a query that stands `ahead` positions after its row (a later draft step) sees the keys less than
-    `window` positions before it, as when serving.
+    `window` and `ahead`: a query that is `ahead` positions after its row (a later draft step) sees the keys less than
+    `window` positions before it, as in serving.
     """
     length = start_BT.shape[1]
     if window is not None and window >= length + ahead:
@@ -70,7 +70,7 @@ def packed_mask(start_BT: Tensor, window: int | None = None, ahead: int = 0, *, 
         rows = torch.arange(len(start_BT), device=start_BT.device)[:, None, None]
         return visible(rows, rows, column[:, None], column[None, :])[:, None]
 
-    # Which blocks are needed follows from each block's first and last document start: no T×T mask is ever made.
+    # The needed blocks follow from each block's first and last document start, without a T×T mask.
     block = torch.arange(-(-length // BLOCK), device=start_BT.device)
     q_block, kv_block = block[:, None], block[None, :]
     last = (block * BLOCK + BLOCK - 1).clamp_max(length - 1)  # of each block
@@ -92,13 +92,13 @@ def packed_mask(start_BT: Tensor, window: int | None = None, ahead: int = 0, *, 
 
 
 def _listed(blocks_BQK: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each query block has and, first in each list, which."""
+    """Returns how many blocks each query block has, and lists that begin with the indices of these blocks."""
     chosen = blocks_BQK[:, None].int()
     return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()
 
 
 def attention_with_lse(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, mask: Mask, length: int) -> tuple[Tensor, Tensor]:
-    """Output [N, H, E] and the log-sum-exp of the scores [N, H] (at least fp32)."""
+    """Returns the output [N, H, E] and the log-sum-exp of the scores [N, H] (at least fp32)."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q_NHE, k_NKE, v_NKE))
     if isinstance(mask, BlockMask):
         attention: Callable[..., Any] = (
@@ -118,7 +118,7 @@ def attention_with_lse(q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, mask: Mask, 
 
 
 def packed_attend(masks: dict[int | None, Mask], length: int) -> Attend:
-    """The decoder's attention over packed rows; one mask per window that its layers have."""
+    """Returns the decoder's attention over packed rows. `masks`: one per window size of its layers."""
 
     def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
         mask = masks[window]
@@ -135,7 +135,7 @@ def packed_attend(masks: dict[int | None, Mask], length: int) -> Attend:
 
 
 class UnrollAttention:
-    """The `attend` of one unroll: keeps every layer's step-0 keys and each row's own later ones."""
+    """The `attend` of one unroll: keeps each layer's step-0 keys, and each row's own keys of later steps."""
 
     def __init__(self, masks: Sequence[Mask], length: int) -> None:
         self.masks, self.length = masks, length  # one mask per step: a window moves with the query
@@ -150,13 +150,13 @@ class UnrollAttention:
         return attend
 
     def own(self, layer: int, step: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of steps 1…step: [N, K, step, E] each."""
+        """Returns keys and values of steps 1…step: [N, K, step, E] each."""
         keys, values = zip(*(self.kept[layer, j] for j in range(1, step + 1)), strict=True)
         return torch.stack(keys, 2), torch.stack(values, 2)
 
 
 def merge_own(q_NHE: Tensor, out_NHE: Tensor, lse_NH: Tensor, keys_NKJE: Tensor, values_NKJE: Tensor) -> Tensor:
-    """Softmax over the context (given by its output and log-sum-exp) and each row's own J keys together."""
+    """Attends to the context (given by its output and log-sum-exp) and each row's own J keys in one softmax."""
     context, own = own_shares(q_NHE, lse_NH, keys_NKJE)
     own = own.unflatten(1, (keys_NKJE.shape[1], -1)).to(values_NKJE.dtype)  # [N, K, group, J]
     drafted = (own[..., None] * values_NKJE[:, :, None]).sum(-2).flatten(1, 2)
@@ -164,7 +164,7 @@ def merge_own(q_NHE: Tensor, out_NHE: Tensor, lse_NH: Tensor, keys_NKJE: Tensor,
 
 
 def own_shares(q_NHE: Tensor, lse_NH: Tensor, keys_NKJE: Tensor) -> tuple[Tensor, Tensor]:
-    """The share of attention on the context [N, H] and on each own key [N, H, J]; together they make one."""
+    """Returns the shares of attention on the context [N, H] and on each own key [N, H, J]; they sum to one."""
     grouped = q_NHE.unflatten(1, (keys_NKJE.shape[1], -1))  # [N, K, group, E]
     scores = (grouped[:, :, :, None].to(lse_NH.dtype) * keys_NKJE[:, :, None]).sum(-1).flatten(1, 2)
     scores = scores * q_NHE.shape[-1] ** -0.5
@@ -179,10 +179,10 @@ def step_masks(start_BT: Tensor, steps: int, window: int | None, *, flex: bool) 
 
 
 class Unroll(nn.Module):
-    """K steps of a drafter (K: the number of masks); its parameters are the drafter's.
+    """Runs K steps of a drafter (K: the number of masks); its parameters are the drafter's.
 
-    `compute_dtype`: the weights are cast to it anew at each step, so that the gradients of the steps add up in the weights'
-    own type (fp32). `recompute` keeps one state per step instead of all activations.
+    `compute_dtype`: the weights are cast to it at each step, so that the gradients of the steps are summed in the weights'
+    own type (fp32). `recompute`: keep one state per step instead of all activations.
     """
 
     def __init__(self, drafter: EagleDrafter, compute_dtype: torch.dtype | None = None, *, recompute: bool = False) -> None:
@@ -191,11 +191,11 @@ class Unroll(nn.Module):
         self.compute_dtype, self.recompute = compute_dtype, recompute
 
     def forward(self, taps: Sequence[Tensor], tokens_BT: Tensor, positions_BT: Tensor, masks: Sequence[Mask]) -> list[Tensor]:
-        """What the head reads at each step: [N, D]. The rotary table must already reach the highest position + K."""
+        """Returns the head's input at each step: [N, D]. The rotary table must already reach the highest position + K."""
         attention = UnrollAttention(masks, tokens_BT.shape[1])
         state, hidden = self._call("fuse", taps), []
         for step in range(len(masks)):
-            # What wraps round the row's end belongs to rows that carry no loss at this step.
+            # Tokens that wrap around the row's end belong to rows without a loss at this step.
             tokens = tokens_BT.roll(-1 - step, 1).flatten()
             inputs = (tokens, state, positions_BT.flatten() + step, attention.at(step), 0)
             if self.recompute:
@@ -214,7 +214,7 @@ class Unroll(nn.Module):
 
 
 class _Network(nn.Module):
-    """The drafter's methods behind one `forward`, which is what `functional_call` calls."""
+    """Wraps the drafter's methods in one `forward`, because `functional_call` only calls `forward`."""
 
     def __init__(self, drafter: EagleDrafter) -> None:
         super().__init__()
@@ -226,13 +226,13 @@ class _Network(nn.Module):
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """A packed batch and which of its rows are scored where. Everything is known on the host: no step waits for the device."""
+    """A packed batch with its scored positions. It is computed on the host, so that no step waits for the device."""
 
     tokens_BT: Tensor
     positions_BT: Tensor
-    start_BT: Tensor  # int32, see `attention.document_starts`
-    scored_R: Tensor  # flat index s of the target positions whose next token carries loss; padded to a multiple
-    valid_KR: Tensor  # bool: whether row s−1−j lies in the document, so that step j is scored at s
+    start_BT: Tensor  # int32, see `document_starts`
+    scored_R: Tensor  # flat index s of the target positions whose next token has a loss; padded to a multiple
+    valid_KR: Tensor  # bool: whether row s−1−j is in the document, so that step j is scored at s
     num_valid_K: Tensor  # fp32
     num_outside_K: Tensor  # fp32: positions without loss because their token is outside the draft vocabulary
 
@@ -247,10 +247,10 @@ class TrainBatch:
         multiple: int,
         vocabulary_V: Tensor | None = None,
     ) -> TrainBatch:
-        """From CPU tensors. `multiple`: the padded number of scored positions is one of it, so that shapes repeat.
+        """Builds a batch from CPU tensors. `multiple`: scored positions are padded to a multiple of it, so that shapes recur.
 
-        `vocabulary_V`: whether a target token is in the draft vocabulary; positions where one comes that is not carry no
-        loss. None: all do.
+        `vocabulary_V`: whether each target token is in the draft vocabulary; positions whose next token is not have no loss.
+        None: all positions have a loss.
         """
         start = document_starts(document_BT)
         length = tokens_BT.shape[1]

@@ -28,7 +28,7 @@ def recipe(tmp_path: Path) -> Path:
     ("override", "line"),
     [
         ("optimizer.max_grad_norm=-1", "optimizer.max_grad_norm must be greater than 0, not -1"),
-        ("run.device=foo", "run.device: 'foo' is none of auto, cpu, cuda"),
+        ("run.device=foo", "run.device: 'foo' must be auto, cpu, cuda"),
         ("data.cache=/proc/fledge", "data.cache: nothing can be written to /proc/fledge"),
         ("run.hidden_states_folder=/proc/fledge", "run.hidden_states_folder: nothing can be written to /proc/fledge"),
         ("output={here}/recipe.yaml/out", "output: nothing can be written to {here}/recipe.yaml/out (Not a directory)"),
@@ -68,5 +68,5 @@ def test_other_errors_of_the_system_are_bugs_and_show_themselves(monkeypatch, ca
 def test_every_key_of_a_recipe_is_printed(monkeypatch, capsys):
     code, out, _ = fledge(monkeypatch, capsys, "train", "--help-recipe")
     assert code == 0
-    assert "  global_batch_size: null  # rows of an optimiser step over all GPUs" in out
+    assert "  global_batch_size: null  # rows of an optimizer step over all GPUs" in out
     assert "  max_grad_norm: 0.5  # " in out

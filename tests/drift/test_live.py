@@ -121,10 +121,10 @@ def test_the_log_says_which_drafts_are_looked_at():
     assert coverage(engine, probe) == "drift probe: one draft in 64, sink at column 0"
     plain = EngineConfig(dtype="float32", max_model_len=128, kv_cache_tokens=2048)
     device = build_engine(*fixed_depth_pair(), plain, capture=False)
-    assert "one row in 512 of their launches" in coverage(device, watch_drafts(device))
-    assert "one row in 7 of their launches" in coverage(device, watch_drafts(device, every=7))
+    assert "one row every 512 launches" in coverage(device, watch_drafts(device))
+    assert "one row every 7 launches" in coverage(device, watch_drafts(device, every=7))
     probe.speculator.tree = TreeShape(2, 6)
-    assert "none of the trees" in coverage(engine, probe)
+    assert "not the trees drafted here" in coverage(engine, probe)
 
 
 def fixed_depth_pair():

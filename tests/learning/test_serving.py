@@ -379,7 +379,7 @@ def test_a_roll_back_to_a_generation_that_was_not_saved_chooses_the_one_before(l
     hook.close()
     assert hook.served.generation == 2
     assert generations.current == 1  # not 3, which fell
-    assert "generation 2 was not saved; a restart goes on with generation 1" in caplog.text
+    assert "generation 2 was not saved; a restart continues with generation 1" in caplog.text
     shutil.rmtree(tmp_path / "generation-0000")
     with pytest.raises(FileNotFoundError, match="generation-0000"):
         generations.choose(0)
@@ -417,26 +417,26 @@ def test_a_folder_of_another_target_or_drafter_is_refused(learning_engine, draft
     for given, folder in ((None, tmp_path / "new"), (drafter, tmp_path / "given")):
         engine = learning_engine(given, folder=folder, budget=1e-6)
         list(engine.hook.served.swap(engine.hook.served.weights, ACCEPTED))
-        with pytest.raises(UserError, match="another server learns there"):
+        with pytest.raises(UserError, match="in use by another server"):
             learning_engine(given, folder=folder, budget=1e-6)
         engine.hook.close()
-    with pytest.raises(UserError, match="began without a drafter, and one is named now"):
+    with pytest.raises(UserError, match="was started without a drafter, and one is given now"):
         learning_engine(drafter, folder=tmp_path / "new", budget=1e-6)
     other = copy.deepcopy(drafter)
     with torch.no_grad():
         other.fc.weight.mul_(1.01)
-    with pytest.raises(UserError, match="began with another drafter"):
+    with pytest.raises(UserError, match="was started with another drafter"):
         learning_engine(other, folder=tmp_path / "given", budget=1e-6)
     with torch.no_grad():
         changed = copy.deepcopy(target)
         changed.layers[0].mlp.down_proj.weight.mul_(1.01)
-    with pytest.raises(UserError, match="learnt for another target"):
+    with pytest.raises(UserError, match="belongs to another target model"):
         learning_engine(drafter, folder=tmp_path / "given", budget=1e-6, model=changed)
     caplog.clear()
     for given in (drafter, None):  # the same one, or none named
         engine = learning_engine(given, folder=tmp_path / "given", budget=1e-6)
         assert engine.hook.served.generation == 1
-        assert f"goes on with generation 1 of {tmp_path / 'given'}" in caplog.text
+        assert f"continues with generation 1 of {tmp_path / 'given'}" in caplog.text
         engine.hook.close()
 
 

@@ -148,8 +148,8 @@ def test_an_arms_folder_is_a_run_that_can_be_continued_alone(recipe):
         ("other=objective.ttt_steps=4", r"objective\.ttt_steps must be the same"),
         ("other=seed=3", "seed must be the same"),
         ("other=drafter.windw=3", "did you mean drafter.window"),
-        ("no-name", "give a name"),
-        ("../up=seed=3", "give a name"),
+        ("no-name", "write NAME=KEY=VALUE"),
+        ("../up=seed=3", "write NAME=KEY=VALUE"),
     ],
 )
 def test_what_arms_cannot_differ_in_is_refused_by_name(recipe, arm, said):
@@ -159,7 +159,7 @@ def test_what_arms_cannot_differ_in_is_refused_by_name(recipe, arm, said):
 
 
 def test_names_are_used_once_and_patience_is_refused(recipe):
-    with pytest.raises(RecipeError, match="eagle3 is there twice"):
+    with pytest.raises(RecipeError, match="eagle3 is given twice"):
         arm_recipes(recipe, [TEXTS[0], TEXTS[0]])
     with pytest.raises(RecipeError, match=r"run\.patience"):
         arm_recipes(replace(recipe, run=replace(recipe.run, patience=2)), TEXTS)

@@ -249,7 +249,7 @@ def test_report_counts_everything_that_is_not_kept(tmp_path):
     assert learnt(samples[1], tokenizer) == ["Hello!<|im_end|>"]  # cut before the loop
     assert report.tokens == sum(map(len, samples))
     assert report.answer_tokens == samples.loss_mask.sum()
-    for words in ("2 of 5", "2 looping", "1 empty", "1 too long (or their prompt is), dropped"):
+    for words in ("2 of 5", "2 looping", "1 empty", "1 dropped as too long (conversation or prompt)"):
         assert words in str(report)
     cut, report = load_samples(path, tokenizer, max_length=200)
     assert (len(cut), report.truncated, len(cut[2])) == (3, 1, 200)
@@ -286,7 +286,7 @@ def test_a_given_template_that_is_none_or_changes_nothing_is_told(tmp_path):
     with pytest.raises(UserError, match=r"^data\.chat_template cannot be used: .*[Ee]xpected"):
         load_samples(path, chat_tokenizer(), chat_template="{% if %}")
     _, report = load_samples(path, chat_tokenizer(), chat_template=INSTRUCT)
-    assert "1 of token ids alone, which data.chat_template does not change" in str(report)
+    assert "1 with token ids only, unaffected by data.chat_template" in str(report)
     _, report = load_samples(path, chat_tokenizer())
     assert "chat_template" not in str(report)
 

@@ -57,7 +57,7 @@ def test_training_data_without_the_evaluation(tmp_path):
     data = file_of(tmp_path / "data.jsonl", *chats)
     samples, report = load_samples(data, chat_tokenizer(), decontaminate=[evaluation], cache_dir=tmp_path / "cache")
     assert (len(samples), report.contaminated, report.conversations) == (2, 1, 3)
-    assert "1 left out for text of the evaluation" in str(report)
+    assert "1 left out for overlap with the evaluation" in str(report)
     everything, _ = load_samples(data, chat_tokenizer(), cache_dir=tmp_path / "cache")
     assert len(everything) == 3  # the cache knows the difference
     again, report = load_samples(data, chat_tokenizer(), decontaminate=[evaluation], cache_dir=tmp_path / "cache")
@@ -83,5 +83,5 @@ def test_prompts_of_the_evaluation_are_not_answered(tmp_path):
 
 
 def test_a_file_without_prompts_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"eval.jsonl, line 1: none of"):
+    with pytest.raises(DataError, match=r"eval.jsonl, line 1: needs"):
         Decontamination.of_files([file_of(tmp_path / "eval.jsonl", {"text": "no prompt"})])

@@ -311,5 +311,5 @@ def test_a_drafter_is_made_by_two_processes(tmp_path):
 
 
 def test_a_step_that_cannot_be_shared_is_refused(by_one):
-    with pytest.raises(UserError, match="2 rows of a step cannot be shared equally by 3 processes"):
+    with pytest.raises(UserError, match="2 rows per step cannot be divided equally among 3 processes"):
         resolve(replace(by_one, data=replace(by_one.data, global_batch_size=2)), DistributedContext(0, 3))

@@ -102,7 +102,7 @@ def test_slow_files_are_waited_for(endpoint, model):
 
 def test_a_server_or_folder_that_is_not_there(endpoint, model, tmp_path, monkeypatch):
     monkeypatch.setattr(states_client, "FIRST_CONTACT_S", 0.3)
-    with pytest.raises(EndpointError, match=r"does not answer.*start it by: vllm serve"):
+    with pytest.raises(EndpointError, match=r"does not answer.*start it with: vllm serve"):
         connect(endpoint, model, url="http://127.0.0.1:9/v1")
     with pytest.raises(EndpointError, match=r"target\.endpoint_states"):
         connect(endpoint, model, storage=str(tmp_path / "elsewhere"))
@@ -113,9 +113,9 @@ def test_mistakes_are_named(endpoint, model):
         connect(endpoint, model, url="localhost:8000")
     with pytest.raises(EndpointError, match=r"refused|not JSON"):
         connect(endpoint, model, url=endpoint.url.replace("/v1", ""))
-    with pytest.raises(EndpointError, match="gives 4 states of 32 for each token, the recipe needs 3 of 32, after layers"):
+    with pytest.raises(EndpointError, match="4 states of size 32 per token, but the recipe needs 3 of size 32, after layers"):
         connect(endpoint, model, taps=(0, 2))
-    with pytest.raises(EndpointError, match=r"takes 511 tokens at most.*--max-model-len 2049"):
+    with pytest.raises(EndpointError, match=r"takes at most 511 tokens.*--max-model-len 2049"):
         connect(endpoint, model).require_length(2048)
     endpoint.extra_token = True
     with pytest.raises(EndpointError, match="adds or drops tokens"):
@@ -195,7 +195,7 @@ def test_training_from_an_endpoint_equals_training_beside_the_target(recipe, tmp
 def test_a_backend_and_an_endpoint_are_too_much(recipe):
     content = recipe.to_dict()
     content["target"] |= {"endpoint": "http://host/v1", "backend": "fledge"}
-    with pytest.raises(RecipeError, match="choose one"):
+    with pytest.raises(RecipeError, match="exclude each other"):
         build_recipe(content)
 
 

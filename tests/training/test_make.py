@@ -85,7 +85,7 @@ def test_a_toy_killed_twice_on_the_way(tmp_path):
     assert record["evaluation"]["acceptance_length"]["5"] > STATED_LENGTH
     assert {"README.md", "curves.png"} <= {path.name for path in (out / "drafter").iterdir()}
     assert json.loads((out / "make.json").read_text())["done"] == ["answers", "training", "drafter"]
-    with pytest.raises(UserError, match="was begun with model 'toy', now it is 'other'"):
+    with pytest.raises(UserError, match="was started with model 'toy', now it is 'other'"):
         make("other", out, device="cpu")
 
 
@@ -114,7 +114,7 @@ def test_an_architecture_that_fledge_does_not_run_is_refused_before_the_plan(tmp
     (tmp_path / "target" / "config.json").write_text(json.dumps(config))
     toy.save_tokenizer(tmp_path / "target")
     logged: list[str] = []
-    with pytest.raises(UserError, match=r"does not run its architecture \(OlmoForCausalLM\).*--endpoint"):
+    with pytest.raises(UserError, match=r"does not support its architecture \(OlmoForCausalLM\).*--endpoint"):
         make(str(tmp_path / "target"), tmp_path / "out", device="cpu", log=logged.append)
     assert not logged
     assert not (tmp_path / "out").exists()
@@ -165,8 +165,8 @@ def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, mon
     assert sorted(ids[0]) == sorted(ids[1]) == sorted(map(str, range(40)))
     log = (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
     again = make("toy", tmp_path / "out", hours=0.02, prompts=prompts, device="cpu", twin=True, log=told.append)
-    assert "the training is done, in the 0.008 hours that it was given" in "".join(told)
-    with pytest.raises(UserError, match="was begun with decontaminate None"):
+    assert "the training is already complete, with a time limit of 0.008 hours" in "".join(told)
+    with pytest.raises(UserError, match="was started with decontaminate None"):
         make("toy", tmp_path / "out", prompts=prompts, device="cpu", twin=True, decontaminate=[prompts], log=told.append)
     assert again.acceptance_length == made.acceptance_length  # killed in the checks: it is not trained again
     assert log == (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
@@ -283,7 +283,7 @@ def test_progress_is_kept(tmp_path):
     progress.finish("answers")
     again = Progress.load(tmp_path / "make.json", {"model": "a"})
     assert (again.seconds, again.done) == (pytest.approx(3.0, abs=0.5), ("answers",))
-    with pytest.raises(UserError, match="was begun with model 'a', now it is 'b'"):
+    with pytest.raises(UserError, match="was started with model 'a', now it is 'b'"):
         Progress.load(tmp_path / "make.json", {"model": "b"})
 
 

@@ -50,7 +50,7 @@ def recipe_of(plan: MakePlan, num_tokens: float = 1e8) -> Recipe:
 
 def test_the_plan_says_what_will_be_done():
     text = plan_for(chat_tokenizer(TOOLS), num_layers=28, vocab_size=151_936, hidden_size=1536, max_positions=32_768).describe()
-    for words in ("with and without thinking", "draft vocabulary 32,000 tokens", "window 2048", "target layers 2, 14, 25"):
+    for words in ("half of them with thinking", "draft vocabulary 32,000 tokens", "window 2048", "target layers 2, 14, 25"):
         assert words in text
     assert "no thinking mode" in plan_for().describe()
     with pytest.raises(UserError, match="no chat template"):
@@ -137,7 +137,7 @@ def test_the_micro_batch_is_what_fits(on_h200):
 
 
 def test_a_target_that_does_not_fit_is_refused_before_it_answers(on_h200):
-    with pytest.raises(UserError, match=r"weights 131.4 GiB.*140.0 GiB are free; .*--endpoint URL.*run.shard_target"):
+    with pytest.raises(UserError, match=r"weights take 131.4 GiB.*140.0 GiB are free; .*--endpoint URL.*run.shard_target"):
         on_h200(LLAMA_70B)
     served = on_h200(LLAMA_70B, endpoint="http://host:8000/v1")
     assert served.batch(4, 2048).peak_bytes < H200
@@ -176,5 +176,5 @@ def test_long_prompts_have_longer_rows_and_are_evaluated_on(tmp_path, on_h200):
 
 def test_models_that_always_think_are_described_so():
     plan = plan_for(chat_tokenizer(ALWAYS_THINKING), max_positions=2048)
-    assert "with their thoughts, which the template does not switch off" in plan.describe()
+    assert "with thinking, which the template cannot switch off" in plan.describe()
     assert plan.max_answer_tokens > plan_for(max_positions=2048).max_answer_tokens

@@ -205,7 +205,7 @@ def test_one_file_never_mixes_two_ways_of_answering(tmp_path):
         regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="a", temperature=0.7)
     with pytest.raises(DataError, match="model 'a'"):
         regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="b")
-    with pytest.raises(DataError, match="cannot be gone on with"):
+    with pytest.raises(DataError, match="cannot be continued"):
         regenerate(EchoGenerator(tokenizer), tokenizer, prompts, write(tmp_path / "mine.jsonl", {"my": "data"}))
     with pytest.raises(DataError, match="gz"):
         regenerate(EchoGenerator(tokenizer), tokenizer, prompts, tmp_path / "o.jsonl.gz")

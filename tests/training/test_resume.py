@@ -181,7 +181,7 @@ def test_a_run_goes_on_longer_and_says_what_is_new(finished, toy_folder, tmp_pat
         toy_folder, tmp_path, run={"steps": 7}, evaluation={"max_new_tokens": 5}, optimizer={"learning_rate": 1e-4}
     )
     assert train(longer).step == 7
-    assert "from here on: optimizer.learning_rate was 0.001, now 0.0001" in capfd.readouterr().err
+    assert "changed setting: optimizer.learning_rate was 0.001, now 0.0001" in capfd.readouterr().err
 
 
 def test_other_data_of_the_same_size_is_refused(finished, toy_folder, tmp_path):
@@ -233,5 +233,5 @@ def test_a_checkpoint_becomes_a_drafter(finished, tmp_path, monkeypatch, capsys,
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
     torch.save({"weights": 1}, tmp_path / "other.pt")
-    with pytest.raises(UserError, match="no checkpoint of fledge train"):
+    with pytest.raises(UserError, match="not a checkpoint of fledge train"):
         export_checkpoint(tmp_path / "other.pt", tmp_path / "out")

@@ -21,20 +21,20 @@ _SHAREGPT_ROLES = {
     "assistant": "assistant", "model": "assistant", "system": "system", "tool": "tool", "function": "tool",
 }  # fmt: skip
 
-# What a tokenizer's rendering takes itself.
+# Arguments of the tokenizer's own rendering, which a data file may not set.
 _RESERVED = {"messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
 
 
 class DataError(UserError):
-    """Training data that cannot be used; names the file and, where there is one, the line."""
+    """Training data that cannot be used. The message names the file and, if there is one, the line."""
 
 
 @dataclass(frozen=True)
 class TokenTurn:
-    """One turn as the target saw it and answered it, id by id."""
+    """One turn as exact token ids: the prompt that the target got, and its answer."""
 
-    prompt_ids: list[int]  # the whole prompt, earlier turns included
-    answer_ids: list[int]  # with the end-of-turn id, unless the answer was cut off
+    prompt_ids: list[int]  # the whole prompt, including earlier turns
+    answer_ids: list[int]  # including the end-of-turn id, unless the answer was cut off
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class Conversation:
     messages: tuple[Message, ...] = ()
     turns: tuple[TokenTurn, ...] = ()
     where: str = ""  # "file, line n"
-    options: Options = field(default_factory=dict)  # what the chat template gets beside the messages
+    options: Options = field(default_factory=dict)  # arguments of the chat template in addition to the messages
 
 
 class Block(NamedTuple):
-    """Some lines of a file, or why there are none: what goes wrong is told when their turn comes, and not before."""
+    """Some lines of a file, or a `problem`. A problem is raised when the block is parsed, so errors come in file order."""
 
     path: str
     first_line: int
@@ -60,7 +60,7 @@ class Block(NamedTuple):
 
 
 def read_blocks(path: str | Path) -> Iterator[Block]:
-    """A .jsonl or .jsonl.gz in pieces of about `BLOCK_BYTES`."""
+    """Reads a .jsonl or .jsonl.gz in blocks of about `BLOCK_BYTES`."""
     path = Path(path)
     if not path.is_file():
         yield Block(str(path), 0, b"", f"{path}: there is no such file")
@@ -76,7 +76,7 @@ def read_blocks(path: str | Path) -> Iterator[Block]:
 
 
 def read_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, object) for each line of a .jsonl or .jsonl.gz; blank lines are passed over."""
+    """Yields (where, object) for each line of a .jsonl or .jsonl.gz; blank lines are skipped."""
     for block in read_blocks(path):
         yield from _lines(block)
 
@@ -89,8 +89,8 @@ def read_conversations(path: str | Path) -> Iterator[Conversation]:
 def conversations_of(block: Block) -> Iterator[Conversation]:
     """Reads OpenAI messages, ShareGPT conversations and tokenised answers (as `fledge regenerate` writes them).
 
-    A tokenised conversation comes as one, unless its template rewrote the earlier turns for a later prompt (some
-    models drop old thinking): then each part that the target saw in one piece comes on its own.
+    A tokenised conversation is yielded whole, unless its template rewrote earlier turns for a later prompt (some
+    models drop old thinking): then each part that the target saw as one text is a conversation of its own.
     """
     for where, line in _lines(block):
         if "prompt_ids" in line or "answer_ids" in line:
@@ -102,7 +102,7 @@ def conversations_of(block: Block) -> Iterator[Conversation]:
             messages = _sharegpt(line["conversations"], where)
         else:
             raise DataError(
-                f'{where}: none of "messages", "conversations" or "prompt_ids" + "answer_ids" is there; '
+                f'{where}: needs "messages", "conversations", or "prompt_ids" and "answer_ids"; '
                 f"found {', '.join(map(repr, line)) or 'an empty object'}"
             )
         yield from _split(messages, line.get("turns_ids"), where, parse_options(line, where))
@@ -137,18 +137,18 @@ def parse_messages(value: Any, where: str) -> tuple[Message, ...]:
 
 
 def user_turns(line: dict[str, Any], where: str) -> list[str]:
-    """What users say in a line of prompts: its "turns", "messages" or "prompt"."""
+    """Returns the user's turns in a line of prompts, from its "turns", "messages" or "prompt"."""
     if "messages" in line:
         return [message["content"] for message in parse_messages(line["messages"], where) if message["role"] == "user"]
     found = line.get("turns", line.get("prompt"))
     turns = [found] if isinstance(found, str) else found
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
-        raise DataError(f'{where}: none of "turns", "messages" or "prompt" is there as text')
+        raise DataError(f'{where}: needs "turns", "messages" or "prompt", as text')
     return turns
 
 
 def parse_options(line: dict[str, Any], where: str) -> Options:
-    """A line's `tools`, and `chat_template_kwargs` such as enable_thinking: as in requests to a server."""
+    """Returns a line's `tools` and its `chat_template_kwargs` (such as enable_thinking), as in requests to a server."""
     tools, arguments = line.get("tools") or [], line.get("chat_template_kwargs") or {}
     if not isinstance(tools, list) or not isinstance(arguments, dict):
         raise DataError(f"{where}: tools must be a list, chat_template_kwargs an object")
@@ -168,7 +168,7 @@ def parse_turn(value: Any, where: str) -> TokenTurn:
 
 
 def _are_ids(values: list) -> bool:
-    """No loop in Python: there are hundreds of ids in a line."""
+    """Whether all values are token ids. Avoids a Python loop, since a line has hundreds of ids."""
     return not values or (set(map(type, values)) == {int} and min(values) >= 0 and max(values) < 2**31)
 
 
@@ -208,7 +208,7 @@ def _message(entry: Any, role_key: str, content_key: str, where: str) -> Message
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """In the form that chat templates expect: arguments as an object, where requests have them as its text."""
+    """Converts tool calls to the form that chat templates expect: arguments as an object; requests have them as JSON text."""
     try:
         parsed = []
         for call in calls:
@@ -229,8 +229,8 @@ def _split(messages: tuple[Message, ...], turns_ids: Any, where: str, options: O
         return
     ends = [i + 1 for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not isinstance(turns_ids, list) or not 0 < len(turns_ids) <= len(ends):
-        raise DataError(f"{where}: turns_ids must have an entry for each answer, of {len(ends)} assistant messages at most")
-    ends = ends[-len(turns_ids) :]  # the first of a conversation with tools may have come with the prompt
+        raise DataError(f"{where}: turns_ids must be a list with 1 to {len(ends)} entries, one per assistant message")
+    ends = ends[-len(turns_ids) :]  # in a conversation with tools, the first assistant messages may belong to the prompt
     joined: list[TokenTurn] = []
     for number, value in enumerate(turns_ids):
         turn = parse_turn(value, where)
@@ -244,33 +244,33 @@ def _split(messages: tuple[Message, ...], turns_ids: Any, where: str, options: O
         yield Conversation(messages[: ends[-1]], tuple(joined), where, options)
 
 
-# --- what must not be trained on --------------------------------------------------------------------------------------
+# --- decontamination --------------------------------------------------------------------------------------------------
 
-# Thirteen words in a row are hardly ever shared by chance; language models are decontaminated by the same number.
+# Two texts hardly ever share thirteen words in a row by chance; language models are decontaminated with the same number.
 RUN = 13
-# Shorter texts are compared whole, from this length on: "Thank you!" may well be said in both.
+# Texts of fewer than `RUN` words are compared as a whole if they have at least this many: anyone may say "Thank you!".
 SHORTEST = 5
-# Scripts without spaces are compared by characters, about two of which make a word.
+# Scripts without spaces are compared by characters; about two make a word.
 CHARACTERS_A_WORD = 2
 
-# Thai, Lao, Tibetan, Burmese, Khmer; kana and Chinese characters, also of the higher planes.
+# Thai, Lao, Tibetan, Burmese, Khmer; kana and Chinese characters, including the higher planes.
 _UNSPACED = "\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _CHARACTER, _WORD = re.compile(f"[{_UNSPACED}]"), re.compile(f"[^\\W{_UNSPACED}]+")
 
 
 class Decontamination:
-    """Text that must not be trained on, such as the prompts a drafter is judged by, and what shares too much with it."""
+    """Finds texts that overlap with those that must not be trained on, such as the prompts of an evaluation."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.runs = {run for text in texts for run in _runs(text)}
 
     @classmethod
     def of_files(cls, paths: Sequence[str | Path]) -> Decontamination:
-        """The users' turns of JSON lines with "turns", "messages" or "prompt"."""
+        """Builds it from the users' turns of JSON lines with "turns", "messages" or "prompt"."""
         return cls(text for path in paths for where, line in read_lines(path) for text in user_turns(line, where))
 
     def has(self, texts: Iterable[str]) -> bool:
-        """Whether one of the texts shares a run of words, or of characters, with those that are kept out."""
+        """Whether one of `texts` shares a run of words, or of characters, with the texts that must not be trained on."""
         return bool(self.runs) and any(run in self.runs for text in texts for run in _runs(text))
 
 

@@ -1,4 +1,4 @@
-"""Chat files to training samples: read, render, tokenise, filter, and say what became of every line."""
+"""Turns chat files into training samples: read, render, tokenise, filter, and count what happened to every line."""
 
 from __future__ import annotations
 
@@ -39,36 +39,36 @@ from fledge.training.data.samples import Sample, SampleSet, key_of
 from fledge.training.data.templates import Augmentation, Choice
 from fledge.training.data.workers import Processes, num_cores
 
-# Part of every cache key: raise it when the same input would give other samples.
+# Part of every cache key. Raise it when the same input would give different samples.
 _CACHE_VERSION = 6
 
-# A process starts within two seconds and makes samples from about 20 MB a second.
+# A process starts within two seconds and makes samples from about 20 MB/s.
 MIN_BYTES_FOR_PROCESSES = 1 << 26
 MAX_PROCESSES = 16
 
 
 @dataclass
 class DataReport:
-    """What became of the data: nothing is dropped without being counted here."""
+    """Counts of what happened to the data; everything that is dropped is counted here."""
 
     conversations: int = 0
     kept: int = 0
-    looping: int = 0  # answers cut where their loop begins, with all that follows them
-    contaminated: int = 0  # share text with what must not be trained on
-    empty: int = 0  # no assistant's answer (left) to learn from
-    refused: int = 0  # the chat template does not take them
+    looping: int = 0  # conversations cut where the first loop of an answer begins
+    contaminated: int = 0  # share text with the files of `decontaminate`
+    empty: int = 0  # without an assistant's answer to learn from
+    refused: int = 0  # refused by the chat template
     first_refusal: str = ""
     too_long_dropped: int = 0
     truncated: int = 0  # cut at max_length
-    truncated_tokens: int = 0  # answer tokens lost by it
-    without_text: int = 0  # token ids alone, which another chat template cannot render anew
+    truncated_tokens: int = 0  # answer tokens lost by truncation
+    without_text: int = 0  # only token ids, which another chat template cannot render again
     augmented: int = 0
-    not_augmented: int = 0  # chosen for it, but without text or refused by the template: kept as they are
+    not_augmented: int = 0  # chosen for augmentation, but without text or refused by the template: kept unchanged
     tokens: int = 0
     answer_tokens: int = 0
 
     def add(self, later: DataReport) -> None:
-        """`later`: of data that follows."""
+        """Adds the counts of the data that follows."""
         for field in fields(self):
             if field.name != "first_refusal":
                 setattr(self, field.name, getattr(self, field.name) + getattr(later, field.name))
@@ -77,14 +77,14 @@ class DataReport:
     def __str__(self) -> str:
         notes = {
             "looping answers cut off": self.looping,
-            "left out for text of the evaluation": self.contaminated,
+            "left out for overlap with the evaluation": self.contaminated,
             "empty": self.empty,
             "refused by the chat template": self.refused,
-            "too long (or their prompt is), dropped": self.too_long_dropped,
+            "dropped as too long (conversation or prompt)": self.too_long_dropped,
             f"too long, truncated ({self.truncated_tokens:,} answer tokens lost)": self.truncated,
-            "of token ids alone, which data.chat_template does not change": self.without_text,
+            "with token ids only, unaffected by data.chat_template": self.without_text,
             "rendered differently (augmentation)": self.augmented,
-            "left as they are (augmentation not possible)": self.not_augmented,
+            "unchanged (augmentation not possible)": self.not_augmented,
         }
         text = f"{self.kept:,} of {self.conversations:,} conversations kept: {self.tokens:,} tokens, "
         text += f"{self.answer_tokens:,} of them answers"
@@ -96,9 +96,9 @@ class DataReport:
 
 
 def tokenize_conversation(conversation: Conversation, chat: ChatFormat) -> Sample:
-    """Token ids, with a loss on exactly what the assistant wrote, its end-of-turn token included.
+    """Returns token ids with a loss on exactly what the assistant wrote, including its end-of-turn token.
 
-    Without another chat template, the ids that the target itself saw and produced are used where they are known.
+    If no other chat template is given, the exact ids that the target saw and produced are used where they are known.
     """
     if conversation.turns and (chat.chat_template is None or not conversation.messages):
         return _exact(conversation.turns)
@@ -118,12 +118,12 @@ def _rendered(conversation: Conversation, chat: ChatFormat, choice: Choice) -> S
     num_answers = sum(message["role"] == "assistant" for message in messages)
     turns = conversation.turns
     answers = [Answer(ids=turn.answer_ids) for turn in turns] or [Answer()] * num_answers
-    # Earlier answers that are not among `turns` were learnt from in a conversation of their own.
+    # Earlier answers that are not among `turns` have their loss in a conversation of their own.
     answers = [Answer(has_loss=False)] * (num_answers - len(answers)) + answers
     opened = bool(turns) and chat.tokenizer.decode(turns[-1].prompt_ids[-8:]).rstrip().endswith(THOUGHT)
     learnt = [message for message in messages if message["role"] == "assistant"][-max(1, len(turns)) :]
     if any(is_open_thought(message) or (opened and THOUGHT_END not in message["content"]) for message in learnt):
-        raise TemplateError("an answer that was cut off in its thought cannot be rendered: templates would close it")
+        raise TemplateError("an answer was cut off inside its thought, which templates would close; it cannot be rendered")
     if choice.template is None:
         rendered = chat.render(messages, conversation.options)
         if turns:
@@ -131,8 +131,8 @@ def _rendered(conversation: Conversation, chat: ChatFormat, choice: Choice) -> S
         return chat.tokens(rendered, answers)
     with_parts = any({"tool_calls", "reasoning_content"} & message.keys() for message in messages)
     if "tools" in conversation.options or with_parts or opened:
-        raise TemplateError("tools and reasoning can be rendered by the model's own chat template alone")
-    past = [split_thought(message) for message in messages[: -len(learnt)]]  # a thought is forgotten once it is answered
+        raise TemplateError("only the model's own chat template can render tools and reasoning")
+    past = [split_thought(message) for message in messages[: -len(learnt)]]  # thoughts of earlier turns are dropped
     messages = [*({"role": one["role"], "content": one["content"]} for one in past), *messages[-len(learnt) :]]
     eos = chat.tokenizer.eos_token_ids
     rendered = choice.template.render(messages, (chat.tokenizer.token(eos[0]) or "") if eos else "")
@@ -140,17 +140,17 @@ def _rendered(conversation: Conversation, chat: ChatFormat, choice: Choice) -> S
 
 
 def _prompt_key(conversation: Conversation) -> int | None:
-    """Of what the user says first: the same whoever answers it, under whatever template and system prompt."""
+    """Returns a key of the user's first message, independent of the answer, the template and the system prompt."""
     said = next((message["content"] for message in conversation.messages if message["role"] == "user"), None)
     return None if said is None else key_of(" ".join(said.casefold().split()).encode())
 
 
-# A looping answer's own text, before the loop, is worth keeping from this length on.
+# The part of a looping answer before the loop is kept if it has at least this many tokens.
 MIN_BEFORE_LOOP = 24
 
 
 def _without_loops(sample: Sample, report: DataReport) -> Sample:
-    """Cuts where the first loop begins: what follows it was written under its influence."""
+    """Cuts a sample where its first loop begins; later text was written under the loop's influence."""
     end = 0
     for start, stop in sample.answers():
         loop = loop_start(sample.tokens[start:stop])
@@ -170,7 +170,7 @@ def _augment(conversation: Conversation, chat: ChatFormat, choice: Choice, repor
                 sample = _rendered(conversation, chat, choice)
                 report.augmented += 1
                 return sample
-        except TemplateError:  # a template without system prompts, say
+        except TemplateError:  # for example, a template that does not take system prompts
             pass
         report.not_augmented += 1
     return tokenize_conversation(conversation, chat)
@@ -181,8 +181,8 @@ def _augment(conversation: Conversation, chat: ChatFormat, choice: Choice, repor
 
 @dataclass
 class SampleWork:
-    """Conversations to samples, here or in a process beside this one: there a block is read first, and its samples are
-    made once it is known how many conversations stand before it (augmentation and `limit` go by that)."""
+    """Makes samples of conversations, in this process or in a worker process. A worker reads a block first, and makes its
+    samples once the number of conversations before it is known (augmentation and `limit` depend on it)."""
 
     tokenizer: Tokenizer
     chat_template: str | None
@@ -197,13 +197,13 @@ class SampleWork:
         self._chat = ChatFormat(self.tokenizer, self.chat_template)
         self._vocab_size = self.tokenizer.vocab_size
         self._waiting: list[Conversation] = []
-        self._problem: DataError | None = None  # in the line after those
+        self._problem: DataError | None = None  # the error of the line after the conversations in `_waiting`
 
     def __reduce__(self) -> tuple:
         return SampleWork, tuple(getattr(self, field.name) for field in fields(self))
 
     def read(self, block: Block) -> int:
-        """How many conversations stand in a block. They wait here for `make`, and so does what is wrong with them."""
+        """Parses a block and returns the number of its conversations. They are kept for `make`, and so is an error in it."""
         self._waiting, self._problem = [], None
         try:
             self._waiting.extend(conversations_of(block))
@@ -212,7 +212,7 @@ class SampleWork:
         return len(self._waiting)
 
     def make(self, first_index: int) -> tuple[SampleSet, DataReport]:
-        """The samples of the block that was read last."""
+        """Makes the samples of the block that was read last."""
         room = None if self.limit is None else max(0, self.limit - first_index)
         made = self.samples(self._waiting[:room], first_index)
         if self._problem is not None and (room is None or len(self._waiting) < room):
@@ -246,7 +246,7 @@ class SampleWork:
             loops_before = report.looping
             if self.remove_loops:
                 sample = _without_loops(sample, report)
-            if not sample.loss_mask[1:].any():  # a first token cannot be predicted
+            if not sample.loss_mask[1:].any():  # the first token cannot be predicted
                 report.empty += report.looping == loops_before
                 continue
             if self.max_length is not None and len(sample) > self.max_length:
@@ -279,11 +279,11 @@ def load_samples(
     cache_dir: str | Path | None = None,
     processes: int | None = None,
 ) -> tuple[SampleSet, DataReport]:
-    """All samples of the files, in order. With `cache_dir`, the second call with equal input reads them from there.
+    """Loads all samples of the files, in order. With `cache_dir`, a second call with equal input reads them from the cache.
 
-    `limit`: so many conversations, and nothing beyond them is read. `decontaminate`: files of prompts; conversations in
-    which a user says thirteen words in a row of one of them are left out. `processes`: None lets the size of the files decide;
-    the samples are the same.
+    `limit`: number of conversations to read. `decontaminate`: files of prompts; a conversation is left out if its user says
+    thirteen consecutive words of one of them. `processes`: worker processes; None: decided by the size of the files. The
+    samples do not depend on it.
     """
     files = [Path(paths)] if isinstance(paths, str | Path) else [Path(path) for path in paths]
     assert long in ("truncate", "drop")
@@ -327,16 +327,16 @@ def load_samples(
 
 
 def _num_processes(paths: Sequence[Path], limit: int | None) -> int:
-    """0: this one alone."""
+    """Returns the number of worker processes to use; 0: work in this process."""
     size = sum(path.stat().st_size * (4 if path.suffix == ".gz" else 1) for path in paths if path.is_file())
     if limit is not None:
-        size = min(size, limit * 4096)  # a conversation of 300 tokens, with its text and its ids
+        size = min(size, limit * 4096)  # about the bytes of a conversation of 300 tokens with text and ids
     processes = min(num_cores(), MAX_PROCESSES)
     return processes if processes > 1 and size >= MIN_BYTES_FOR_PROCESSES else 0
 
 
 def _in_processes(work: SampleWork, blocks: Iterable[Block], count: int) -> tuple[SampleSet, DataReport]:
-    """Blocks are handed out and come back in order; the sums are those of one process, and so is the first error."""
+    """Makes the samples in worker processes, collected in order, so that sums and the first error are those of one process."""
     parts, report = [], DataReport()
     pending: deque[Future[tuple[SampleSet, DataReport]]] = deque()
     workers = Processes(work, count, ahead=2 * count)
@@ -365,13 +365,13 @@ def _in_processes(work: SampleWork, blocks: Iterable[Block], count: int) -> tupl
 
 
 def _samples_of(workers: Processes, block: Block, first_index: Future, next_index: Future) -> tuple[SampleSet, DataReport]:
-    """In a worker's thread. Nobody waits in a circle: whoever stands before this block was taken up before it."""
+    """Makes a block's samples in a worker's thread. No deadlock: the blocks that it waits for were started before it."""
     try:
         num_conversations = workers.call("read", block)
         first = first_index.result()
         next_index.set_result(first + num_conversations)
     except BaseException as error:
-        next_index.set_exception(error)  # those behind would wait for ever
+        next_index.set_exception(error)  # otherwise the blocks after this one would wait forever
         raise
     return workers.call("make", first)
 
@@ -380,7 +380,7 @@ def _samples_of(workers: Processes, block: Block, first_index: Future, next_inde
 
 
 def data_hash(paths: str | Path | Sequence[str | Path]) -> str:
-    """SHA-256 over the contents of the files, in order."""
+    """Returns the SHA-256 over the contents of the files, in order."""
     paths = [paths] if isinstance(paths, str | Path) else paths
     for path in paths:
         if not Path(path).is_file():
@@ -389,6 +389,6 @@ def data_hash(paths: str | Path | Sequence[str | Path]) -> str:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """SHA-256 over the vocabulary in order of the ids: equal hashes, equal ids."""
+    """Returns the SHA-256 over the vocabulary in order of the ids: equal hashes mean equal ids."""
     tokens = [tokenizer.token(token_id) for token_id in range(tokenizer.vocab_size)]
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()

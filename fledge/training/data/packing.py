@@ -1,4 +1,4 @@
-"""Samples to batches: several documents in a row, nothing wasted, the same batches for the same seed."""
+"""Packs samples into batches: several documents per row with little padding; the same batches for the same seed."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ import torch
 from fledge.training.data.chat_files import DataError
 from fledge.training.data.samples import Sample, SampleSet
 
-# Rows that are kept open while packing. More fill a little better and take longer; 256 fill > 98 % of mixed chats.
+# Rows kept open while packing. More open rows pack slightly better but take longer; 256 fill > 98 % on mixed chats.
 _OPEN_ROWS = 256
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """B rows of T tokens. A row holds one document after the other, then padding."""
+    """A batch of B rows of T tokens. A row holds one or more documents, then padding."""
 
     tokens: torch.Tensor  # int64 [B, T]; 0 in the padding
-    positions: torch.Tensor  # int64 [B, T]; count from the document's beginning (plus its random offset)
+    positions: torch.Tensor  # int64 [B, T]; counted from the document's beginning, plus its random offset
     document: torch.Tensor  # int32 [B, T]; 1, 2, … within a row; 0 = padding
-    loss_mask: torch.Tensor  # bool [B, T]; the token is one to be predicted. Never the first of a document
+    loss_mask: torch.Tensor  # bool [B, T]; whether the token is to be predicted. Never the first of a document
 
 
 class PackedLoader(Iterator[PackedBatch]):
-    """Endless batches; each epoch is shuffled and packed anew, by (seed, epoch) alone.
+    """Yields batches without end. Each epoch is shuffled and packed again, depending only on (seed, epoch).
 
-    An optimiser step takes the next `global_batch_size` rows of the epoch, however many ranks share them:
+    An optimizer step takes the next `global_batch_size` rows of the epoch, for any number of ranks:
 
         rows of a step   | rank 0 | rank 1 | rank 0 | rank 1 |     two ranks, two micro-batches each
                            batch 0           batch 1
 
-    So a run resumes exactly with another number of ranks or another micro-batch. What does not fill a step is left out
-    of that epoch (`rows_left_out`), other rows each time.
+    So a run resumes exactly with another number of ranks or another micro-batch size. Rows that do not fill a step are
+    left out of that epoch (`rows_left_out`); they are different rows in each epoch.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class PackedLoader(Iterator[PackedBatch]):
         position_offset_max: int = 0,
         global_batch_size: int | None = None,
     ):
-        """`global_batch_size`: rows of a step over all ranks; None: one micro-batch of each."""
+        """`global_batch_size`: rows of a step over all ranks; None: one micro-batch per rank."""
         if sequence_length < 2 or micro_batch_size < 1 or position_offset_max < 0:
             raise DataError("packing needs sequence_length >= 2, micro_batch_size >= 1 and position_offset_max >= 0")
         assert 0 <= rank < world_size
@@ -74,22 +74,22 @@ class PackedLoader(Iterator[PackedBatch]):
         if self.steps_per_epoch == 0:
             raise DataError(
                 f"the data set fills {len(self._rows)} rows of {self.sequence_length} tokens, but one step takes "
-                f"{self.global_batch_size}: lower global_batch_size, micro_batch_size or sequence_length, or bring more data"
+                f"{self.global_batch_size}: lower global_batch_size, micro_batch_size or sequence_length, or add data"
             )
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimiser steps in the current epoch; may differ by a few between epochs."""
+        """Optimizer steps in the current epoch; may differ by a few between epochs."""
         return len(self._rows) // self.global_batch_size
 
     @property
     def batches_per_step(self) -> int:
-        """Of each rank."""
+        """Micro-batches per step on each rank."""
         return self.global_batch_size // (self.micro_batch_size * self.world_size)
 
     @property
     def batches_per_epoch(self) -> int:
-        """Of each rank."""
+        """Micro-batches per epoch on each rank."""
         return self.steps_per_epoch * self.batches_per_step
 
     @property
@@ -98,12 +98,12 @@ class PackedLoader(Iterator[PackedBatch]):
 
     @property
     def fill_rate(self) -> float:
-        """Share of the current epoch's rows that is no padding."""
+        """Share of the current epoch's rows that is not padding."""
         return float(self.lengths.sum() / (len(self._rows) * self.sequence_length))
 
     @property
     def epoch(self) -> float:
-        """Epochs done, with their fraction."""
+        """Completed epochs, including the fraction of the current one."""
         return self._epoch + self._row / (self.steps_per_epoch * self.global_batch_size)
 
     def __str__(self) -> str:
@@ -139,7 +139,7 @@ class PackedLoader(Iterator[PackedBatch]):
             positions[b, here] = offsets[b][number - 1] + np.arange(self.lengths[index])
             document[b, here] = number
             loss_mask[b, here] = self.samples.loss_mask[there]
-            loss_mask[b, here.start] = False  # a first token cannot be predicted
+            loss_mask[b, here.start] = False  # the first token cannot be predicted
         return PackedBatch(*map(torch.from_numpy, (tokens, positions, document, loss_mask)))
 
     # --- resuming -----------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class PackedLoader(Iterator[PackedBatch]):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is, and what it depends on. The same on every rank, whatever their number."""
+        """Returns the position of the next batch and the settings it depends on; equal on all ranks, for any number of them."""
         return {"epoch": self._epoch, "row": self._row, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -164,15 +164,15 @@ class PackedLoader(Iterator[PackedBatch]):
             if state.get(name) != value:
                 raise DataError(
                     f"cannot resume inside the epoch: {name} was {state.get(name)}, now it is {value}; "
-                    f"put it back, or start a new run"
+                    f"restore it, or start a new run"
                 )
         self._enter(int(state["epoch"]), int(state["row"]))
 
 
 def _documents(samples: SampleSet, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """(start in the flat array, length) of every sample with a token to predict; a longer one ends with the row.
+    """Returns (start in the flat array, length) of every sample with a token to predict, cut at the row length.
 
-    The rest of a long sample is no document of its own: without its prompt the target never saw it.
+    The rest of a long sample does not become another document: the target never saw it without its prompt.
     """
     starts, lengths = samples.offsets[:-1], np.minimum(samples.lengths, sequence_length)
     answers_before = np.concatenate(([0], np.cumsum(samples.loss_mask, dtype=np.int64)))
@@ -181,7 +181,7 @@ def _documents(samples: SampleSet, sequence_length: int) -> tuple[np.ndarray, np
 
 
 def places(rows: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray) -> Iterator[tuple[int, int, int, slice]]:
-    """Where documents lie that are packed into rows: (row, number in it from 1 on, document, its columns)."""
+    """Yields the place of each packed document: (row, number in the row from 1 on, document, columns)."""
     for row, documents in enumerate(rows):
         begin = 0
         for number, document in enumerate(documents, 1):
@@ -191,7 +191,7 @@ def places(rows: Sequence[Sequence[int]], lengths: Sequence[int] | np.ndarray) -
 
 
 def pack_texts(texts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and documents [rows, length] of texts in rows, as in `PackedBatch`."""
+    """Returns tokens and document numbers [rows, length] of texts that are packed into rows, as in `PackedBatch`."""
     tokens = torch.zeros(len(rows), length, dtype=torch.long)
     document = torch.zeros_like(tokens)
     for row, number, index, here in places(rows, [len(text) for text in texts]):
@@ -201,7 +201,7 @@ def pack_texts(texts: Sequence[Sequence[int]], rows: Sequence[Sequence[int]], le
 
 
 def pack(lengths: np.ndarray, order: np.ndarray, capacity: int) -> list[list[int]]:
-    """Best fit: each document, in this order, goes into the open row that it leaves the least room in."""
+    """Packs documents by best fit: each, in the given order, goes into the open row where it leaves the least room."""
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (room left, row), ascending
     for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Batches planned and moved to the device by a thread of its own, each with the loader's position after it."""
+"""Prepares batches and moves them to the device in a separate thread, each with the loader's position after it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fledge.training.ttt import TrainBatch
 
 @dataclass(frozen=True)
 class StepInput:
-    """All batches of one optimiser step."""
+    """All batches of one optimizer step."""
 
     packed: list[PackedBatch]  # on the host
     batches: list[TrainBatch]  # on the device
-    num_valid_K: Tensor  # on the host; of all batches together
+    num_valid_K: Tensor  # on the host; sum over all batches
     num_outside_K: Tensor
-    loader_state: dict[str, Any]  # after these batches: where to resume
+    loader_state: dict[str, Any]  # of the loader after these batches, for resuming
     epoch: float
 
 
@@ -42,7 +42,7 @@ class Prefetcher(Iterator[StepInput]):
                 torch.cuda.set_device(self._device.index or 0)  # older torch refuses a device without an index
             while not self._stopped.is_set():
                 self._put(self._make())
-        except BaseException as error:  # handed to the one who asks for the next batch
+        except BaseException as error:  # raised again by `__next__`
             self._put(error)
 
     def _make(self) -> StepInput:

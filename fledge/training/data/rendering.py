@@ -1,7 +1,7 @@
-"""Conversations to tokens, with the assistant's own tokens marked.
+"""Renders conversations to tokens and marks the tokens that the assistant wrote.
 
-A chat template gives text; what training needs is which part of it the assistant wrote. That is found by rendering
-the conversation twice, once with a marker in place of each answer: what stands between the markers is context.
+A chat template only gives text, but training needs to know which part of it the assistant wrote. To find it, the
+conversation is rendered twice, once with a marker in place of each answer: the text between the markers is context.
 
     contexts[0]                           answers[0]   contexts[1]                                  answers[1]
     <|im_start|>user\\nHi<|im_end|>…\\n    Hello!       <|im_end|>\\n<|im_start|>user\\n…assistant\\n  Bye!  …
@@ -21,12 +21,12 @@ from fledge.errors import UserError
 from fledge.tokenizer import Tokenizer
 from fledge.training.data.samples import Sample
 
-Message = dict[str, Any]  # role, content, and what a chat template may know: tool_calls, reasoning_content, …
-Options = dict[str, Any]  # what a chat template gets beside the messages: tools, enable_thinking, …
+Message = dict[str, Any]  # role, content, and fields that some chat templates know: tool_calls, reasoning_content, …
+Options = dict[str, Any]  # arguments of a chat template in addition to the messages: tools, enable_thinking, …
 
 
 class TemplateError(UserError):
-    """A conversation that a chat template refuses, or in which the answers cannot be found again."""
+    """Raised if a chat template refuses a conversation, or if the answers cannot be found in the rendered text."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Rendered:
 
     contexts: tuple[str, ...]
     answers: tuple[str, ...]
-    is_whole: tuple[bool, ...] = ()  # whether each answer has all that its message has; (): they do
+    is_whole: tuple[bool, ...] = ()  # whether each answer contains everything in its message; (): all do
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An assistant's turn: the exact ids that the target produced, where they are known."""
+    """An assistant's turn: the exact ids that the target produced, if they are known."""
 
     ids: Sequence[int] | None = None  # None: encode the text
     has_loss: bool = True
@@ -50,17 +50,17 @@ THOUGHT, THOUGHT_END = "<think>", "</think>"
 
 
 def split_thought(message: Message) -> Message:
-    """An assistant's message with the thought before its answer as `reasoning_content`, as chat templates take it."""
+    """Moves the thought in an assistant's message to `reasoning_content`, where chat templates expect it."""
     content = message["content"]
     if message["role"] != "assistant" or "reasoning_content" in message or THOUGHT_END not in content:
         return message
     thought, _, answer = content.partition(THOUGHT_END)
-    # A template's generation prompt may have opened the thought.
+    # The opening tag may be missing: the generation prompt of some templates already contains it.
     return {**message, "content": answer.strip("\n"), "reasoning_content": thought.replace(THOUGHT, "", 1).strip("\n")}
 
 
 def is_open_thought(message: Message) -> bool:
-    """Whether an answer was cut off in its thought."""
+    """Whether an answer was cut off inside its thought."""
     return THOUGHT in message["content"] and THOUGHT_END not in message["content"]
 
 
@@ -79,14 +79,14 @@ class ChatFormat:
     # --- text ---------------------------------------------------------------------------------------------------
 
     def require_template(self) -> None:
-        """Refuses what is no template, before any data is read: a greeting is what every one must take."""
+        """Checks the template with a short message before any data is read; raises TemplateError if it cannot render it."""
         try:
             self._text([{"role": "user", "content": "Hello"}], True)
         except TemplateError as error:
             raise TemplateError(f"data.chat_template cannot be used: {error}") from error
 
     def render(self, messages: Sequence[Message], options: Options | None = None, *, open_turn: bool = False) -> Rendered:
-        """`open_turn`: end with the opening of the assistant's next turn, as for generation."""
+        """Renders a conversation. `open_turn`: end with the opening of the assistant's next turn, as for generation."""
         options = options or {}
         if any("tool_calls" in message or "reasoning_content" in message for message in messages):
             return self._render_turn_by_turn(messages, options, open_turn)
@@ -95,7 +95,7 @@ class ChatFormat:
         return self._render_marked(messages, options, open_turn)
 
     def _render_thoughts(self, messages: Sequence[Message], options: Options, open_turn: bool) -> Rendered:
-        """For answers with a thought inside their content: templates take it as reasoning, as it is, or leave it out."""
+        """Renders answers with a thought in their content: templates take it as reasoning, keep it as text, or remove it."""
         try:
             return self._render_turn_by_turn(list(map(split_thought, messages)), options, open_turn)
         except TemplateError:
@@ -104,7 +104,7 @@ class ChatFormat:
         content = messages[last]["content"]
         if open_turn or rendered.answers[-1].strip() == content.strip():
             return rendered
-        # It leaves thoughts out of what is past. The model wrote this one behind its prompt.
+        # The template removes thoughts from past turns. The model wrote this one after its prompt, so it is put there.
         prompt = self._text(messages[:last], True, options)
         if prompt.rstrip().endswith(THOUGHT):
             content = content.partition(THOUGHT)[2].lstrip("\n") if content.lstrip().startswith(THOUGHT) else content
@@ -113,7 +113,7 @@ class ChatFormat:
         return Rendered(contexts, answers, (*[False] * earlier, True))
 
     def _render_marked(self, messages: Sequence[Message], options: Options, open_turn: bool) -> Rendered:
-        """For answers that are their content: it is replaced by markers, and what stands between them is context."""
+        """Renders answers that consist of their content only: markers replace them, and the text between markers is context."""
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         marked = [dict(message) for message in messages]
         for number, i in enumerate(turns):
@@ -124,16 +124,16 @@ class ChatFormat:
         for number in range(len(turns)):
             context, found, rest = rest.partition(_marker(number))
             if not found:
-                raise TemplateError("the chat template leaves an answer out")
+                raise TemplateError("the chat template leaves out an answer")
             contexts.append(context)
         contexts.append(rest)
         answers = self._match(full, contexts, [messages[i]["content"] for i in turns])
         if answers is None:
-            raise TemplateError("the chat template changes the answers, so that they cannot be found in its text")
+            raise TemplateError("the chat template changes the answers, so they cannot be found in its text")
         return self._open_at_generation(Rendered(tuple(contexts), tuple(answers)))
 
     def _render_turn_by_turn(self, messages: Sequence[Message], options: Options, open_turn: bool) -> Rendered:
-        """For answers that are more than their content: each stands between the prompt for it and the end of its turn."""
+        """Renders answers with reasoning or tool calls: each is the text between its prompt and the end of its turn."""
         full, closing = self._text(messages, open_turn, options), self._closing_text
         if not closing:
             raise TemplateError("the chat template does not mark the end of an answer, so tool calls cannot be found in it")
@@ -142,14 +142,14 @@ class ChatFormat:
         for i in turns:
             prompt = self._text(messages[:i], True, options)
             end = full.find(closing, len(prompt)) if full.startswith(prompt) else -1
-            if end < 0:  # the prompt had reasoning that is gone by now: this turn is context for those that follow
+            if end < 0:  # the template has since dropped reasoning from the prompt: this turn is only context for later ones
                 contexts.append("")
                 answers.append("")
                 is_whole.append(False)
                 continue
             begin, answer = len(prompt), full[len(prompt) : end]
             reasoning, calls = messages[i].get("reasoning_content", ""), messages[i].get("tool_calls", ())
-            if not reasoning and not calls:  # an empty thought before it is the template's, as after a prompt without thinking
+            if not reasoning and not calls:  # the template itself puts an empty thought before an answer without thinking
                 begin += max(0, answer.find(messages[i]["content"].strip()))
             is_whole.append(reasoning.strip() in answer and all(call["function"]["name"] in answer for call in calls))
             contexts.append(full[position:begin])
@@ -166,7 +166,7 @@ class ChatFormat:
 
     @staticmethod
     def _match(full: str, contexts: list[str], contents: list[str]) -> list[str] | None:
-        """The answers as they stand in `full`: as given, or without white space at the ends. None: not to be found."""
+        """Returns the answers as they are in `full`, where templates may have stripped or changed them; None if not found."""
         if not full.startswith(contexts[0]):
             return None
         position, answers = len(contexts[0]), []
@@ -176,7 +176,7 @@ class ChatFormat:
                 if full.startswith(variant + contexts[number + 1], position):
                     break
             else:
-                # The template rewrote the answer (removed a thinking part, say): take what stands before the next context.
+                # The template rewrote the answer (for example, removed its thought): take the text up to the next context.
                 end = len(full) - len(contexts[-1]) if last else full.find(contexts[number + 1] or "\0", position)
                 if end < position or not full.endswith(contexts[-1]):
                     return None
@@ -213,12 +213,12 @@ class ChatFormat:
             raise TemplateError(str(error)) from error
 
     def user_opening(self) -> tuple[list[int], list[int]]:
-        """(the ids that open a user's turn, the ids that may end it): enough for the target to write the user's part."""
+        """Returns (the ids that open a user's turn, the ids that may end it), with which the target can write user turns."""
         before, _, after = self._text([{"role": "user", "content": _marker(0)}], False).partition(_marker(0))
         return self.encode(before), self._ends(after)
 
     def stop_ids(self) -> list[int]:
-        """What may end an answer; the template's own end-of-turn token is the first."""
+        """Returns the ids that may end an answer; the template's own end-of-turn token is the first."""
         return self._ends(self._closing_text)
 
     def _ends(self, text: str) -> list[int]:
@@ -227,11 +227,11 @@ class ChatFormat:
         return list(dict.fromkeys([*closing[-1:], *self.tokenizer.eos_token_ids]))
 
     def require_prompt(self, rendered: Rendered, messages: Sequence[Message], options: Options) -> None:
-        """Refuses what the target does not see when it writes the last answer: some templates rewrite what is past."""
+        """Raises TemplateError unless the text before the last answer is its prompt: some templates rewrite past turns."""
         last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
         parts = [part for pair in zip(rendered.contexts, (*rendered.answers[:-1], ""), strict=False) for part in pair]
         if "".join(parts) != self._text(messages[:last], True, options):
-            raise TemplateError("the chat template writes another text before a past answer than before a new one")
+            raise TemplateError("the chat template renders the prompt of an answer differently once the answer follows it")
 
     # --- tokens -------------------------------------------------------------------------------------------------
 
@@ -239,14 +239,14 @@ class ChatFormat:
         return self.tokenizer.encode(text, add_special_tokens=False) if text else []
 
     def tokens(self, rendered: Rendered, answers: Sequence[Answer], *, bos: bool = False) -> Sample:
-        """Ids and loss mask, up to and with the last answer's end-of-turn token."""
+        """Returns ids and loss mask up to the last answer's end-of-turn token, inclusive."""
         ids, mask = self._assemble(rendered, answers, bos)
-        end = len(mask) - np.argmax(mask[::-1]) if any(mask) else 0  # what follows the last answer teaches nothing
+        end = len(mask) - np.argmax(mask[::-1]) if any(mask) else 0  # text after the last answer has no loss
         return Sample(np.array(ids[:end], np.int32), np.array(mask[:end], bool))
 
     def prompt_ids(self, messages: Sequence[Message], answers: Sequence[Answer], options: Options | None = None) -> list[int]:
-        """The prompt for the assistant's next turn. Earlier answers keep the ids the target gave them, unless the
-        template rewrites them (drops old thinking): the target then sees what it would see when it is served."""
+        """Returns the prompt for the assistant's next turn. Earlier answers keep the ids that the target gave, unless the
+        template rewrites them (drops old thinking): the target then sees the same text as in serving."""
         rendered = self.render(messages, options, open_turn=True)
         contents = [message["content"] for message in messages if message["role"] == "assistant"]
         kept = [
@@ -259,7 +259,7 @@ class ChatFormat:
         assert len(answers) == len(rendered.answers)
         is_whole = rendered.is_whole or (True,) * len(answers)
         answers = [answer if whole else Answer(has_loss=False) for answer, whole in zip(answers, is_whole, strict=True)]
-        # Templates spell out the first token themselves; a text without a template gets what the tokenizer adds.
+        # Templates contain the first token themselves; for text without a template the tokenizer adds it (`bos`).
         ids = self.tokenizer.encode("", add_special_tokens=True) if bos else []
         ids += self.encode(rendered.contexts[0])
         mask = [False] * len(ids)
@@ -269,7 +269,7 @@ class ChatFormat:
             num_closing = self._closing_length(context_ids)
             closing_has_loss = answer.has_loss
             if answer.ids is not None and answer_ids:
-                if self.is_special(answer_ids[-1]):  # the answer brings its own end
+                if self.is_special(answer_ids[-1]):  # the answer includes its end-of-turn token
                     context_ids, num_closing = context_ids[num_closing:], 0
                 else:  # cut off by a limit: the target did not end its turn here
                     closing_has_loss = False
@@ -279,7 +279,7 @@ class ChatFormat:
         return ids, mask
 
     def _closing_length(self, context_ids: list[int]) -> int:
-        """How many ids end the assistant's turn: up to the first special one, if only white space stands before it."""
+        """Returns how many ids end the assistant's turn: up to the first special one, if only white space precedes it."""
         for i, token_id in enumerate(context_ids):
             if self.is_special(token_id):
                 return i + 1

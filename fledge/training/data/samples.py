@@ -1,4 +1,4 @@
-"""Tokenised conversations, held compactly: one flat array of ids for the whole data set."""
+"""Tokenised conversations in compact form: one flat array of ids for the whole data set."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ def key_of(content: bytes) -> int:
 class Sample:
     """One conversation as the model sees it.
 
-    `loss_mask[i]` says that `tokens[i]` was written by the assistant (its end-of-turn token included), so it is a
-    token the drafter should learn to predict.
+    `loss_mask[i]`: whether the assistant wrote `tokens[i]` (including its end-of-turn token), so that the drafter should
+    learn to predict it.
     """
 
     tokens: np.ndarray  # int32 [n]
     loss_mask: np.ndarray  # bool [n]
-    prompt_key: int | None = None  # the same for all answers to a prompt, however it is rendered; None: by its tokens
+    prompt_key: int | None = None  # equal for all answers to a prompt, however it is rendered; None: hash of its tokens
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def prompt(self) -> np.ndarray:
-        """What stands before the first answer."""
+        """The tokens before the first answer."""
         return self.tokens[: int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self)]
 
     def answers(self) -> Iterator[tuple[int, int]]:
-        """Start and end of every stretch the assistant wrote."""
+        """Yields start and end of every span that the assistant wrote."""
         edges = np.flatnonzero(np.diff(self.loss_mask, prepend=False, append=False)).tolist()
         yield from zip(edges[0::2], edges[1::2], strict=True)
 
 
 class SampleSet(Sequence[Sample]):
-    """Many samples in four arrays: 5 bytes a token, however many samples there are."""
+    """Many samples in four arrays: 5 bytes per token, and little per sample."""
 
     def __init__(self, tokens: np.ndarray, loss_mask: np.ndarray, offsets: np.ndarray, prompt_keys: np.ndarray):
         assert len(tokens) == len(loss_mask) == offsets[-1]
@@ -70,7 +70,7 @@ class SampleSet(Sequence[Sample]):
 
     @classmethod
     def joined(cls, sets: Sequence[SampleSet]) -> SampleSet:
-        """The samples of all sets, one set after the other."""
+        """Concatenates sets of samples."""
         lengths = np.concatenate([np.zeros(1, np.int64), *(part.lengths for part in sets)])
         tokens = np.concatenate([np.zeros(0, np.int32), *(part.tokens for part in sets)])
         loss_mask = np.concatenate([np.zeros(0, bool), *(part.loss_mask for part in sets)])
@@ -99,7 +99,7 @@ class SampleSet(Sequence[Sample]):
         return digest.hexdigest()
 
     def answer_ids(self) -> np.ndarray:
-        """Every token with a loss, of all samples, in order."""
+        """Returns all tokens with a loss, in order."""
         return self.tokens[self.loss_mask]
 
     @property
@@ -110,9 +110,9 @@ class SampleSet(Sequence[Sample]):
         return SampleSet.from_samples(self[int(index)] for index in indices)
 
     def split(self, held_out: int, seed: int) -> tuple[SampleSet, SampleSet]:
-        """(training samples, all samples of `held_out` random prompts), the same ones for the same seed.
+        """Returns (training samples, all samples of `held_out` random prompts); the same split for the same seed.
 
-        Whole prompts are kept out: another answer to one of them would show the drafter half of what it is asked.
+        Whole prompts are held out: another answer to one of them would already teach the drafter the prompt.
         """
         order = np.random.default_rng(seed).permutation(len(self))
         _, first_places = np.unique(self.prompt_keys[order], return_index=True)

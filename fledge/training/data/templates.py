@@ -1,4 +1,4 @@
-"""Augmentation: the same answers under other chat templates and system prompts, so that a drafter learns to live with both."""
+"""Augmentation: renders the same answers with other chat templates and system prompts, so that a drafter is robust to both."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _END = "{end}"  # replaced by the tokenizer's own end-of-sequence token
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """A chat template plain enough to be four strings."""
+    """A chat template that consists of four strings."""
 
     system: str  # with "{}" for the prompt; "": system prompts are left out
     user: str
-    opening: str  # what stands before an answer
-    closing: str  # what stands after one
+    opening: str  # text before an answer
+    closing: str  # text after an answer
 
     def render(self, messages: Sequence[Message], end_token: str) -> Rendered:
         contexts, answers, context = [], [], ""
@@ -65,10 +65,10 @@ NO_TEMPLATE = TextTemplate(system="", user="{}\n\n", opening="", closing="{end}\
 
 @dataclass(frozen=True)
 class Choice:
-    """How one conversation is to be rendered."""
+    """The template and system prompt with which one conversation is rendered."""
 
     template: TextTemplate | None = None  # None: the model's own
-    system: str | None = None  # None: as the conversation has it; "": none at all
+    system: str | None = None  # None: that of the conversation; "": no system prompt
 
     @property
     def changes_nothing(self) -> bool:
@@ -90,7 +90,7 @@ def _chance(meaning: str) -> Probability:
 
 @checked_dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class Augmentation:
-    """Which conversations are rendered differently; the same choice for the same seed and index."""
+    """Shares of conversations that are rendered in other ways; the choice depends only on the seed and the index."""
 
     template_probability: Probability = _chance("another chat template")
     no_template_probability: Probability = _chance("no template: the bare text")

@@ -1,4 +1,4 @@
-"""The draft vocabulary: the target's tokens that the drafter's head can name, counted from the training answers."""
+"""The draft vocabulary: the target's tokens that the drafter's head can predict, counted from the training answers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Target ids in ascending order; the draft id is the place in this list."""
+    """Target ids in ascending order; the draft id is the index in this list."""
 
     token_ids: np.ndarray  # int64 [draft vocabulary]
-    coverage: float  # share of the training answers' tokens that are in it
+    coverage: float  # share of the training answers' tokens that it contains
     provenance: dict[str, Any] = field(default_factory=dict)  # data_hash, tokenizer_hash, vocab_size, …
 
     def __len__(self) -> int:
@@ -41,9 +41,9 @@ class DraftVocabulary:
         data_hash: str = "",
         tokenizer_hash: str = "",
     ) -> DraftVocabulary:
-        """The `size` most frequent tokens of the answers; `always` (special tokens) come first where they occur at all.
+        """Takes the `size` most frequent tokens of the answers; those of `always` (special tokens) that occur come first.
 
-        If fewer different tokens occur, the lowest of the other ids fill up: the size is what was asked for.
+        If fewer different tokens occur, the lowest of the other ids are added up to `size`.
         """
         if not 0 < size <= vocab_size:
             raise DataError(f"a draft vocabulary of {size} tokens does not fit a target with {vocab_size}")
@@ -62,35 +62,35 @@ class DraftVocabulary:
         provenance["answer_tokens"] = len(answer_ids)
         return cls(token_ids, float(counts[token_ids].sum() / max(1, len(answer_ids))), provenance)
 
-    # --- as the drafter needs it ---------------------------------------------------------------------------------
+    # --- for the drafter -----------------------------------------------------------------------------------------
 
     def d2t(self) -> torch.Tensor:
-        """int64 [draft vocabulary]: target id = draft id + d2t[draft id]."""
+        """Returns the map to target ids, int64 [draft vocabulary]: target id = draft id + d2t[draft id]."""
         return torch.from_numpy(self.token_ids - np.arange(len(self.token_ids)))
 
     def coverage_of(self, samples: SampleSet) -> float:
-        """Share of these answers' tokens that the drafter can name (held-out samples: an honest figure)."""
+        """Returns the share of these answers' tokens that it contains. For an unbiased figure, use held-out samples."""
         answer_ids = samples.answer_ids()
         return float(np.isin(answer_ids, self.token_ids).mean()) if len(answer_ids) else 0.0
 
     def __str__(self) -> str:
         return f"{len(self):,} of {self.provenance.get('vocab_size', 0):,} tokens, {self.coverage:.2%} of the answers"
 
-    # --- as a file, with where it comes from ---------------------------------------------------------------------
+    # --- files and provenance ------------------------------------------------------------------------------------
 
     def for_data(self, samples: SampleSet, data_hash: str) -> DraftVocabulary:
-        """The same tokens for other data than they were counted on, with the coverage of that data."""
+        """Returns the same tokens for other data than they were counted on, with the coverage of that data."""
         origin = {"counted_on": self.provenance.get("counted_on", self.provenance["data_hash"]), "data_hash": data_hash}
         return replace(self, coverage=self.coverage_of(samples), provenance={**self.provenance, **origin})
 
     def check(self, **asked: Any) -> None:
-        """Refuses to be used with anything but what it was counted from: data_hash, tokenizer_hash, vocab_size."""
+        """Raises DataError if it was counted from something else: `asked` may have data_hash, tokenizer_hash, vocab_size."""
         names = {"data_hash": "training data", "tokenizer_hash": "tokenizer", "vocab_size": "vocabulary size"}
         for key, value in asked.items():
             if (own := self.provenance.get(key)) != value:
                 raise DataError(
                     f"the draft vocabulary was counted with another {names[key]} ({_short(own)}, now {_short(value)}): "
-                    "delete it to have it counted anew, or go back to that one"
+                    "delete it to count it again, or use that one again"
                 )
 
     def save(self, path: str | Path) -> None:
@@ -118,7 +118,7 @@ class DraftVocabulary:
                 token_ids = stored["token_ids"].astype(np.int64)
             intact = record["checksum"] == _checksum(token_ids) and record["format"] == _FORMAT
             vocabulary = cls(token_ids, float(record["coverage"]), dict(record["provenance"]))
-        except Exception as error:  # a damaged .npz raises many kinds
+        except Exception as error:  # a damaged .npz raises many types of errors
             raise DataError(f"{description}: the draft vocabulary is damaged ({error}); delete it") from error
         if not intact:
             raise DataError(f"{description} and {arrays.name} do not belong together; delete both")

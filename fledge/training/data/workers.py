@@ -1,10 +1,10 @@
-"""Runs work on the host: in this thread, or in processes beside the one that drives the GPU.
+"""Runs work on the host: in this thread, or in worker processes beside the one that drives the GPU.
 
-    driving thread | submit …                       (never waits)
-    worker thread  |   write ==> process ==> read   (one thread for each process; it waits, and takes no time)
+    main thread    | submit …                       (never waits)
+    worker thread  |   write ==> process ==> read   (one thread per process; it only waits)
 
-A process is a fresh interpreter on two pipes: it knows nothing of CUDA, runs no main module again, is not reached by a
-Ctrl-C, and ends by itself when this process does, however that ends.
+A worker process is a new interpreter connected by two pipes. It does not use CUDA, does not run the main module again, does
+not receive Ctrl-C, and exits when this process ends for any reason.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from fledge.errors import UserError
 
 
 class WorkerError(UserError):
-    """A worker process that died, or that met something it cannot do."""
+    """Raised if a worker process died or failed."""
 
 
 class Here:
-    """Runs the work in this thread: for few prompts, or when generating takes far longer than the work."""
+    """Runs the work in this thread: for few prompts, or if generation takes far longer than the work."""
 
-    batch = 1  # how many pieces are worth handing over at once
-    ahead = 1  # how many prompts to prepare before they are asked for
+    batch = 1  # how many pieces to pass per call
+    ahead = 1  # how many prompts to prepare in advance
 
     def __init__(self, work: object) -> None:
         self._work = work
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future:
-        """Runs a function that does its share of work by `call`."""
+        """Runs a function, which may use `call`."""
         done: Future = Future()
         done.set_result(function(*arguments))
         return done
 
     def call(self, method: str, pieces: Any) -> Any:
-        """A method of the work; only from a submitted function."""
+        """Calls a method of the work object. Only submitted functions may use it."""
         return getattr(self._work, method)(pieces)
 
     def close(self) -> None:
@@ -51,8 +51,8 @@ class Here:
 
 
 class Processes:
-    """`work`: any object that can be pickled. Each process has its own, and each thread its process: what one call leaves
-    in it, the next of the same submitted function finds."""
+    """Runs the work in processes. `work`: any object that can be pickled; each process has its own copy. Each thread has its
+    own process, so state that one call leaves in `work` is there for the next call of the same submitted function."""
 
     batch = 32
 
@@ -78,7 +78,7 @@ class Processes:
         if self._closed:
             raise WorkerError("stopped")
         quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1"}
-        # The same modules as here, wherever they were found; and no GPU.
+        # The worker imports the same modules as this process, and sees no GPU.
         environment = os.environ | quiet | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "fledge.training.data.workers"],
@@ -101,17 +101,17 @@ class Processes:
         except (EOFError, OSError, ValueError, pickle.UnpicklingError):
             process.kill()
             raise WorkerError(
-                f"a worker process ended unexpectedly (exit status {process.wait()}; killed for want of memory?); "
-                "the same command goes on from what is finished"
+                f"a worker process ended unexpectedly (exit status {process.wait()}; out of memory?); "
+                "run the same command again to continue from what is finished"
             ) from None
-        if isinstance(problem, UserError):  # the user's mistake, whoever noticed it
+        if isinstance(problem, UserError):  # keep it a UserError of this process
             raise problem
         if problem:
             raise WorkerError(f"a worker process failed: {problem}")
         return result
 
     def close(self) -> None:
-        """Processes hold nothing that is not here as well: they can be ended at any time."""
+        """Kills the processes; they hold no state that is not in this process as well."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for process in self._started:
@@ -120,7 +120,7 @@ class Processes:
         for process in self._started:
             process.wait()
             for pipe in filter(None, (process.stdin, process.stdout)):
-                with suppress(OSError):  # what could not be flushed is of no use any more
+                with suppress(OSError):  # unflushed data is no longer needed
                     pipe.close()
 
 
@@ -128,12 +128,12 @@ Workers = Here | Processes
 
 
 def find_workers(work: object, num_prompts: int, concurrency: int, processes: int | None) -> Workers:
-    """`processes`: None lets the amount of work decide."""
+    """Returns where to run the work. `processes`: number of worker processes; None: decided by the amount of work."""
     if processes is None:
-        # A thousand prompts are half a second of work, and starting a process takes seconds. A generator that answers
-        # few at once (on a CPU) has use for every core itself.
+        # A thousand prompts are half a second of work, and starting a process takes seconds. A generator with a low
+        # concurrency (on a CPU) needs all cores itself.
         worth_it = num_prompts >= 1000 and concurrency >= 256
-        # 300,000 tokens/s are about 1,000 answers/s, and one process settles about as many.
+        # 300,000 tokens/s are about 1,000 answers/s, and one process handles about as many.
         processes = min(4, max(1, num_cores() - 1)) if worth_it else 0
     return Processes(work, processes, ahead=2 * max(concurrency, 64)) if processes else Here(work)
 
@@ -145,10 +145,10 @@ def num_cores() -> int:
 def main() -> None:
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     assert isinstance(requests, BufferedReader)
-    os.dup2(2, 1)  # what a library prints must not end up among the replies
+    os.dup2(2, 1)  # libraries that print to stdout must not corrupt the replies
     work: Any = None
     while True:
-        if not requests.peek(1):  # the other side is gone
+        if not requests.peek(1):  # the parent process has ended
             return
         problem: UserError | str = ""
         result = None
@@ -167,7 +167,7 @@ def main() -> None:
             replies.write(reply)
             replies.flush()
         except BrokenPipeError:
-            os._exit(0)  # at once: no process waits for a result
+            os._exit(0)  # the parent process has ended; nobody waits for the result
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Answers for `fledge make`: written within a time limit, then split into training and held-out conversations.
+"""Generates the answers for `fledge make` within a time limit, then splits them into training and held-out conversations.
 
-Under torchrun each process of the first machine answers its share of the prompts, in files of its own (answers.rank1.jsonl …).
+With torchrun, each process of the first machine answers its share of the prompts, in its own files (answers.rank1.jsonl …).
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from fledge.training.targets.states_client import StatesClient, launch_command
 
 FIRST_ROUND = {"cuda": 2048, "cpu": 64}  # self-written prompts; later rounds are as large as the speed allows
 ENDPOINT_REQUESTS = 64
-MIN_ANSWERS, MIN_SECONDS = 8, 60.0  # fewer cannot be trained on and held out; they may take a minute beyond a short budget
-MIN_SHARE = 0.15  # of all time, at least for answers, even if loading took long
-BOTH = [{"enable_thinking": True}, {"enable_thinking": False}]  # of the chat template
-SIZED_LINES = 4096  # conversations whose tokens are counted; the rest are assumed to be alike
+MIN_ANSWERS, MIN_SECONDS = 8, 60.0  # fewest answers to train on and hold out; they may exceed a short budget by a minute
+MIN_SHARE = 0.15  # of the total time that answers get at least, even if loading took long
+BOTH = [{"enable_thinking": True}, {"enable_thinking": False}]  # options of the chat template
+SIZED_LINES = 4096  # conversations whose tokens are counted; the rest are assumed to be similar
 
 
 @dataclass
 class Progress:
-    """The parts that are done and the seconds they took, kept in make.json."""
+    """The completed parts and the seconds they took, stored in make.json."""
 
     path: Path
     settings: dict[str, Any]
-    seconds: float = 0.0  # by earlier processes
+    seconds: float = 0.0  # spent by earlier processes
     done: tuple[str, ...] = ()
-    hours: float = 0.0  # the time given, of the process that trained last
+    hours: float = 0.0  # time limit given to the process that trained last
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
@@ -56,18 +56,18 @@ class Progress:
         for name, value in settings.items():
             if found["settings"].get(name) != value:
                 raise UserError(
-                    f"{path.parent}: was begun with {name} {found['settings'].get(name)!r}, now it is {value!r}; name another "
-                    "output folder, or use the same settings"
+                    f"{path.parent}: was started with {name} {found['settings'].get(name)!r}, now it is {value!r}; give "
+                    "another output folder, or use the same settings"
                 )
         seconds, done = found["seconds"], tuple(found["done"])
-        if "answers" not in done:  # killed: it lived at least until its last answer
+        if "answers" not in done:  # that process was killed; it ran at least until its last answer
             last = max((file.stat().st_mtime for file in path.parent.glob("answers*.jsonl")), default=0.0)
             seconds += max(0.0, last - path.stat().st_mtime)
         return cls(path, settings, seconds, done, found["hours"])
 
     @property
     def spent(self) -> float:
-        """Seconds up to now, in all processes. Those of training are in its checkpoints."""
+        """Seconds spent so far by all processes, without training, whose time is in its checkpoints."""
         return self.seconds + time.monotonic() - self.began
 
     def save(self) -> None:
@@ -91,7 +91,7 @@ def answer(
 ) -> None:
     """Writes all answers of the plan and splits them into training and held-out files. Called by all processes.
 
-    `tokenizer`: of those that answer.
+    `tokenizer`: None in processes that do not answer.
     """
     dist = dist or DistributedContext()
     device = f"cuda:{dist.local_rank}" if plan.device == "cuda" and dist.size > 1 else plan.device
@@ -108,12 +108,12 @@ def answer(
         return writer
 
     writer = dist.on_each(write)
-    # A short budget on a busy machine: the first few come before the time limit.
+    # With a short budget on a busy machine: write the first few answers even if that exceeds the time limit.
     dist.on_first(lambda: writer and _num_answers(plan, out) < MIN_ANSWERS and writer.write_first(plan.answer_parts[0]))
     writer = None
     release_memory(torch.device(device))
     if plan.device != "cpu":
-        log(f"GPU memory still taken when the answers are there: {torch.cuda.memory_reserved(device) / 2**30:.1f} GiB")
+        log(f"GPU memory still reserved after writing the answers: {torch.cuda.memory_reserved(device) / 2**30:.1f} GiB")
 
     def finish() -> None:
         if (done := _num_answers(plan, out)) < MIN_ANSWERS:
@@ -126,7 +126,7 @@ def answer(
 
 
 def _files(out: Path, part: AnswerPart) -> list[Path]:
-    """The first process's file and those of the others, also of an earlier run with more of them."""
+    """Returns the first process's file and those of the others, including those of an earlier run with more processes."""
     own = out / part.file
     return [path for path in (own, *sorted(out.glob(f"{own.stem}.rank*.jsonl"))) if path.is_file()]
 
@@ -155,8 +155,8 @@ class _AnswerWriter:
     def write_until(self, part: AnswerPart, until: float) -> None:
         """Writes answers of one kind until `until` seconds are spent.
 
-        All prompts of a file are answered in one call. Self-written prompts come in rounds, because all prompts of a round are
-        written before the first is answered. The size of a round follows from the time left and the speed so far.
+        All prompts of a file are answered in one call. Self-written prompts are made in rounds, because all prompts of a round
+        are written before the first is answered. The size of a round depends on the time left and the speed so far.
         """
         before, began = num_lines(self._file(part)), time.monotonic()
         num_new, size = 0, FIRST_ROUND["cpu" if self.plan.device == "cpu" else "cuda"]
@@ -171,8 +171,8 @@ class _AnswerWriter:
     def write_first(self, part: AnswerPart) -> None:
         """Writes answers until the part's file has MIN_ANSWERS, for at most MIN_SECONDS.
 
-        A few prompts at a time, so that a slow machine finishes some. Twice as many each round: a file's first prompts may be
-        duplicates, too long or contaminated.
+        Takes a few prompts at a time, so that a slow machine finishes some, and doubles their number each round: a file's first
+        prompts may be duplicates, too long or contaminated.
         """
         deadline, limit = time.monotonic() + MIN_SECONDS, MIN_ANSWERS
         num_prompts = 0 if part.self_written else sum(1 for _ in read_prompts(str(self.plan.prompts)))
@@ -185,7 +185,7 @@ class _AnswerWriter:
     def write(self, part: AnswerPart, total: int | None, max_seconds: float) -> int:
         """Answers a file's first `total` prompts, or self-written ones until there are `total`, for at most `max_seconds`.
 
-        Returns how many answers are new.
+        Returns the number of new conversations.
         """
         file, plan = self._file(part), self.plan
         try:
@@ -223,8 +223,8 @@ def _generator(plan: MakePlan, shape: Any, device: str) -> AnswerGenerator:
         return EndpointAnswers(client, ENDPOINT_REQUESTS)
     from fledge.engine.offline import answer_generator
 
-    # Longer conversations are not trained on. But with longrope an engine's longest text chooses the factors: those of the
-    # states that are trained on, and of a server that is not told otherwise, are the long ones.
+    # Longer conversations are not trained on. But with longrope the engine's longest text selects the RoPE factors. Training
+    # states, and a server with default settings, use the long factors, so the engine must too.
     longest, rope = plan.sequence_length, shape.rope
     if rope.kind == "longrope":
         longest = min(max(longest, rope.original_max_positions + 1), shape.max_positions)
@@ -241,9 +241,9 @@ def num_lines(path: Path) -> int:
 
 
 def split(parts: Sequence[Sequence[Path]], folder: Path) -> None:
-    """Holds out a tenth of the prompts of the first part with answers, at most 64. The choice depends on their ids alone.
+    """Holds out a tenth of the prompts of the first part with answers, at most 64. The choice depends only on their ids.
 
-    Two files of a part may have answered the same prompt: the first answer is taken.
+    If two files of a part answer the same prompt, the first answer is used.
     """
     parts = [files for files in parts if any(path.stat().st_size for path in files)]
     ids = sorted(set(map(_id_of, _lines(parts[0]))), key=lambda name: hashlib.sha256(name.encode()).digest())
@@ -269,13 +269,13 @@ def _lines(files: Sequence[Path]) -> Iterator[bytes]:
 
 
 def _id_of(line: bytes) -> str:
-    """Reads a line's id without parsing the rest: a file of answers may have gigabytes."""
+    """Reads a line's id without parsing the rest, because a file of answers may have gigabytes."""
     found = re.match(rb'\{"id":\s*("(?:[^"\\]|\\.)*")', line)
     return json.loads(found[1]) if found else json.loads(line)["id"]
 
 
 def sizes(path: Path) -> tuple[float, int]:
-    """Estimates the number of tokens of all conversations, and of the longest, from the first ones."""
+    """Estimates, from the first conversations, the number of tokens of all conversations and of the longest one."""
     num_tokens = num_bytes = longest = 0
     with path.open("rb") as file:
         for line in islice(file, SIZED_LINES):

@@ -1,11 +1,11 @@
-"""Conversations on their way through the target: prepared ahead of it, written down behind it.
+"""Runs conversations through the target: prompts are prepared in advance, and finished conversations are written to a file.
 
 prompts → open → [fresh] ─┐                     ┌→ settle → line of the file
                           ├→ the generator asks ┤
          [follow-ups] ────┘                     └→ settle → the next turn: a follow-up
 
-The work on the host (chat templates, tokens, text, loops, JSON) takes about as long as a GPU takes to answer. So it is kept
-apart in `HostWork`: plain data in, plain data out, to be done by any process.
+The work on the host (chat templates, tokenising, detecting loops, JSON) takes about as long as the answers take on a GPU. It is
+separate in `HostWork`, with plain data as input and output, so that worker processes can do it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from fledge.training.data.rendering import Answer, ChatFormat, Message, Template
 from fledge.training.data.workers import Workers
 from fledge.training.datagen.prompts import AnswerFile, Prompt
 
-# Batches of answers handed over and not settled. Where workers cannot follow, the generator waits, not the memory grows.
+# Most batches of answers that wait for workers. If the workers are slower, the generator waits, which limits the memory.
 MAX_SETTLING = 256
-# User's turns that the target writes are kept if they look like something a user would send.
+# Shortest self-written user turn that is kept.
 SELF_MIN_CHARACTERS = 12
 
 
 @dataclass
 class Dialogue:
-    """A conversation under way."""
+    """A conversation in progress."""
 
     prompt: Prompt
-    messages: list[Message]  # so far, with the target's answers
-    upcoming: deque[Message]  # the user's turns still to come
-    turns: list[dict[str, Any]] = field(default_factory=list)  # as they will stand in the file
-    prompt_ids: list[int] = field(default_factory=list)  # what is to be answered now
-    looping: bool = False  # one of the answers so far
+    messages: list[Message]  # so far, including the target's answers
+    upcoming: deque[Message]  # the user's remaining turns
+    turns: list[dict[str, Any]] = field(default_factory=list)  # the `turns_ids` of the file
+    prompt_ids: list[int] = field(default_factory=list)  # the prompt to answer next
+    looping: bool = False  # whether one of the answers so far loops
 
     @classmethod
     def start(cls, prompt: Prompt) -> Dialogue:
@@ -62,20 +62,20 @@ class Dialogue:
 
 class Answered(NamedTuple):
     dialogue: Dialogue
-    ids: list[int]  # of the answer to its `prompt_ids`
+    ids: list[int]  # the answer to its `prompt_ids`
     reason: str
 
 
 class Settled(NamedTuple):
-    """What became of a few answers."""
+    """The result of processing a batch of answers."""
 
-    lines: list[tuple[str, str]]  # finished conversations: id, and how they stand in the file
-    going_on: list[Dialogue]  # with their next prompt
+    lines: list[tuple[str, str]]  # finished conversations: id and line of the file
+    going_on: list[Dialogue]  # unfinished conversations with their next prompt
     looping: int
 
 
 class HostWork:
-    """Each method takes a list, so that many small pieces can travel together."""
+    """The work on the host. Each method takes a list, so that one message to a worker carries many small items."""
 
     def __init__(self, tokenizer: Tokenizer, longest_prompt: int):
         self.tokenizer, self.longest_prompt = tokenizer, longest_prompt
@@ -85,7 +85,7 @@ class HostWork:
         return HostWork, (self.tokenizer, self.longest_prompt)
 
     def open(self, prompts: list[Prompt]) -> list[Dialogue | str]:
-        """Conversations with their first prompt; or why there is none: "too_long" or "refused" (by the template)."""
+        """Returns conversations with their first prompt, or why there is none: "too_long" or "refused" (by the template)."""
         return [self._open_turn(dialogue) or dialogue for dialogue in map(Dialogue.start, prompts)]
 
     def settle(self, answered: list[Answered]) -> Settled:
@@ -105,7 +105,7 @@ class HostWork:
         return Settled(lines, going_on, num_looping)
 
     def _open_turn(self, dialogue: Dialogue) -> str:
-        """Adds the user's next turn and renders the prompt. Where that is not possible, says why and changes nothing."""
+        """Adds the user's next turn and renders the prompt; returns "". If that fails, returns why and leaves the turn out."""
         dialogue.messages.append(dialogue.upcoming.popleft())
         problem = ""
         try:
@@ -122,7 +122,7 @@ class HostWork:
         return problem
 
     def written(self, answers: list[tuple[list[int], str]]) -> list[str | None]:
-        """User's turns that the target wrote: their text, or None for those of no use."""
+        """Returns the text of user turns that the target wrote; None for unusable ones."""
         return [self._written(ids, reason) for ids, reason in answers]
 
     def _written(self, ids: list[int], reason: str) -> str | None:
@@ -134,13 +134,13 @@ class HostWork:
 
 @dataclass
 class RegenerateReport:
-    """What came of it; printed at the end."""
+    """The counts of a run, printed at the end."""
 
     conversations: int = 0
     answers: int = 0
     answer_tokens: int = 0
     seconds: float = 0.0  # of the whole command
-    warm_up_seconds: float = 0.0  # of these, before the first prompt went in: loading, compiling, recording
+    warm_up_seconds: float = 0.0  # part of `seconds` before the first prompt: loading, compiling, capturing CUDA graphs
     looping: int = 0
     cut_off: int = 0  # answers that reached max_tokens
     already_done: int = 0
@@ -148,11 +148,11 @@ class RegenerateReport:
     too_long: int = 0  # prompts (or follow-up turns) that leave no room for an answer
     refused: int = 0  # by the chat template
     contaminated: int = 0  # prompts that share text with those of `decontaminate`
-    self_rejected: int = 0  # self-written prompts: too short, unfinished, repeated, looping, or to be contaminated
+    self_rejected: int = 0  # self-written prompts: too short, unfinished, repeated, looping, or contaminated
 
     @property
     def settled(self) -> int:
-        """Prompts that need nothing more."""
+        """Prompts that are done, for any reason."""
         return self.conversations + self.already_done + self.duplicates + self.too_long + self.refused + self.contaminated
 
     @property
@@ -172,7 +172,7 @@ class RegenerateReport:
             "prompts with an id seen before": self.duplicates,
             "prompts too long": self.too_long,
             "prompts refused by the chat template": self.refused,
-            "prompts left out for text of the evaluation": self.contaminated,
+            "prompts left out for overlap with the evaluation": self.contaminated,
             "self-written prompts rejected": self.self_rejected,
         }
         text = f"{self.conversations:,} conversations, {self.answers:,} answers, {self.answer_tokens:,} answer tokens "
@@ -182,7 +182,7 @@ class RegenerateReport:
 
 
 class Conversations(Iterator["list[int] | None"]):
-    """What the generator reads: prompts, and None where it should go on with those it has and ask again."""
+    """The generator's input: yields prompts, or None if it should continue with the ones it has and ask again later."""
 
     def __init__(
         self,
@@ -194,14 +194,14 @@ class Conversations(Iterator["list[int] | None"]):
     ) -> None:
         self._prompts, self._workers, self._file, self._report, self._seed = prompts, workers, file, report, seed
         self._opening: deque[Future] = deque()
-        self._num_opening = 0  # prompts in them
+        self._num_opening = 0  # number of prompts in `_opening`
         self._fresh: deque[Dialogue] = deque()
-        self._follow_ups: deque[Dialogue] = deque()  # first: what is begun should end
+        self._follow_ups: deque[Dialogue] = deque()  # answered before `_fresh`, so that conversations finish early
         self._asked: dict[int, Dialogue] = {}
         self._num_asked = 0
-        self._answered: list[Answered] = []  # to be handed over together
+        self._answered: list[Answered] = []  # collected for the next batch to a worker
         self._settling: deque[Future] = deque()
-        self._advance()  # already while the generator gets ready
+        self._advance()  # starts preparing prompts while the generator is still loading
 
     def __next__(self) -> list[int] | None:
         self._hand_over()
@@ -219,7 +219,7 @@ class Conversations(Iterator["list[int] | None"]):
         return dialogue.prompt_ids
 
     def seed(self, index: int) -> int:
-        """Its own for each turn of each prompt: an answer does not depend on when it was asked for."""
+        """Returns a seed for each turn of each prompt, so that an answer does not depend on when it was generated."""
         dialogue = self._asked[index]
         name = f"{self._seed}/{len(dialogue.turns)}/{dialogue.prompt.id}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 1
@@ -230,34 +230,34 @@ class Conversations(Iterator["list[int] | None"]):
             self._hand_over()
 
     def finish(self) -> None:
-        """When the generator has nothing left to do."""
+        """Waits for all remaining host work, after the generator has finished."""
         if self._asked:
             answered = self._num_asked - len(self._asked)
-            raise UserError(f"the generator answered {answered} of {self._num_asked} prompts; run again to go on")
+            raise UserError(f"the generator answered {answered} of {self._num_asked} prompts; run again to continue")
         self._hand_over()
         while self._settling:
             self._take_settled(self._settling.popleft().result())
 
     def abandon(self) -> None:
-        """When the time is over: conversations end with the last turn that was answered, and those without one are dropped."""
+        """Ends at the time limit: conversations end with their last answered turn; those without one are dropped."""
         begun = [dialogue for dialogue in [*self._asked.values(), *self._follow_ups] if dialogue.turns]
         self._asked.clear()
         self._follow_ups.clear()
         self.finish()
         begun += self._follow_ups
         for dialogue in begun:
-            dialogue.messages.pop()  # the user's, which is not answered
+            dialogue.messages.pop()  # the user's unanswered turn
         self._file.append([(dialogue.prompt.id, dialogue.line()) for dialogue in begun])
         self._report.conversations += len(begun)
 
     def salvage(self) -> None:
-        """After an error: what was answered is written down, as far as that is still possible."""
+        """Writes the answers so far to the file after an error, as far as that is still possible."""
         try:
             self._hand_over()
             while self._settling:
                 self._take_settled(self._settling.popleft().result(timeout=60))
         except Exception:
-            pass  # the first error is the one to be told
+            pass  # the first error is the one to report
 
     # --- workers ------------------------------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class Conversations(Iterator["list[int] | None"]):
         return settled
 
     def _advance(self) -> None:
-        """Takes what workers have done, and gives them more prompts to open."""
+        """Takes results from the workers, and gives them more prompts to open."""
         while self._settling and self._settling[0].done():
             self._take_settled(self._settling.popleft().result())
         self._take_opened()
@@ -287,7 +287,7 @@ class Conversations(Iterator["list[int] | None"]):
             self._take_opened()
 
     def _take_opened(self) -> None:
-        """In the order of the prompts."""
+        """Takes opened prompts, in their order."""
         while self._opening and self._opening[0].done():
             opened = self._opening.popleft().result()
             self._num_opening -= len(opened)

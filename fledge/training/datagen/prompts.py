@@ -1,4 +1,4 @@
-"""The files at both ends of `fledge regenerate`: prompts in, answers out."""
+"""The input and output files of `fledge regenerate`: prompts and answers."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from fledge.training.data.rendering import Message, Options
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a user asks, turn by turn; the target's answers come in between. Or a conversation to be continued."""
+    """The user's turns of a conversation, which the target answers one by one; or a conversation to continue."""
 
     id: str
     turns: tuple[str, ...]
     system: str = ""
-    messages: tuple[Message, ...] = ()  # of a conversation with tools: as it is, up to the user's or tool's message to answer
+    messages: tuple[Message, ...] = ()  # of a conversation with tools: unchanged, up to the user's or tool's message to answer
     source: str = ""
-    options: Options = field(default_factory=dict)  # tools, enable_thinking: what the chat template gets too
+    options: Options = field(default_factory=dict)  # further arguments of the chat template: tools, enable_thinking
 
 
 def prompt_id(parts: Sequence[str]) -> str:
-    """A name for prompts that have none: the same for the same text."""
+    """Returns an id for a prompt without one: the same for the same text."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def read_prompts(path: str | Path) -> Iterator[Prompt]:
-    """Reads {"turns": [user, user, …]}, {"messages": […]} (answers in it are passed over) and {"prompt": "…"}.
+    """Reads {"turns": [user, user, …]}, {"messages": […]} (answers in it are ignored) and {"prompt": "…"}.
 
-    Messages with a tool's result cannot be asked again turn by turn, because the target may call other tools: they are kept, up
-    to the last message of a user or tool, which is answered.
-    `id`, `system`, `source`, `tools` and `chat_template_kwargs` may stand beside them.
+    Messages with a tool's result cannot be answered again turn by turn, because the target may call other tools: they are kept
+    up to the last message of a user or tool, which is answered.
+    A line may also have `id`, `system`, `source`, `tools` and `chat_template_kwargs`.
     """
     for where, line in read_lines(path):
         system, kept = line.get("system") or "", ()
@@ -55,7 +55,7 @@ def read_prompts(path: str | Path) -> Iterator[Prompt]:
             else:
                 system = system or "\n\n".join(message["content"] for message in messages if message["role"] == "system")
         if not turns or not all(turn.strip() for turn in turns):
-            raise DataError(f"{where}: a prompt must be one or more turns of text, none of them empty")
+            raise DataError(f"{where}: a prompt needs one or more user turns with text, none of them empty")
         name = line.get("id")
         options = parse_options(line, where)
         extra = [json.dumps(part, sort_keys=True) for part in (options, kept) if part]
@@ -70,9 +70,9 @@ def read_prompts(path: str | Path) -> Iterator[Prompt]:
 
 
 class AnswerFile:
-    """JSON lines that grow as answers finish, and can be taken up again after any kind of end.
+    """A JSON-lines file to which answers are appended as they finish; a stopped or killed run can continue it.
 
-    Beside it, `<name>.settings.json` says how the answers were made, so that one file never mixes two ways.
+    `<name>.settings.json` records how the answers were made, so that one file never mixes different settings.
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any]):
@@ -100,7 +100,7 @@ class AnswerFile:
         self._file.close()
 
     def append(self, lines: Sequence[tuple[str, str]]) -> None:
-        """Finished conversations, each as its id and its line; from any thread."""
+        """Appends finished conversations, each given as id and line. May be called from any thread."""
         assert self._file is not None
         with self._writing:
             self._file.write("".join(line for _, line in lines))
@@ -110,20 +110,20 @@ class AnswerFile:
     def _check_settings(self) -> None:
         if not self.settings_path.is_file():
             raise DataError(
-                f"{self.path} exists, but {self.settings_path.name} beside it does not, so it cannot be gone on with; "
-                "name another output file"
+                f"{self.path} exists, but {self.settings_path.name} does not, so it cannot be continued; "
+                "give another output file"
             )
         before = json.loads(self.settings_path.read_text())
         for name, value in self._settings.items():
             if before.get(name) != value:
                 was, now = (str(text)[:60] for text in (before.get(name), value))
                 raise DataError(
-                    f"{self.path} was begun with {name} {was!r}, now it is {now!r}; name another output file, "
+                    f"{self.path} was started with {name} {was!r}, now it is {now!r}; give another output file, "
                     "or use the same settings"
                 )
 
     def _drop_torn_line(self) -> None:
-        """A killed run may leave half a line at the end."""
+        """Removes an incomplete last line, which a killed run may leave."""
         with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             end = content.rfind(b"\n") + 1
         os.truncate(self.path, end)
@@ -131,5 +131,5 @@ class AnswerFile:
     @staticmethod
     def _id(where: str, line: dict[str, Any]) -> str:
         if "id" not in line or "turns_ids" not in line:
-            raise DataError(f"{where}: not an answer of fledge regenerate; name another output file")
+            raise DataError(f"{where}: not an answer of fledge regenerate; give another output file")
         return line["id"]

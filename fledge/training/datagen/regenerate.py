@@ -1,12 +1,12 @@
-"""The target answers the training prompts itself: a drafter should learn from what its target really says.
+"""Lets the target answer the training prompts, so that a drafter learns from its target's own answers.
 
 Each line of the output is one conversation:
 
     {"id": …, "messages": [user, assistant, user, assistant, …], "looping": false,
      "turns_ids": [{"prompt_ids": […], "answer_ids": […], "finish_reason": "stop"}, …]}
 
-with one entry of `turns_ids` for each answer: the whole prompt as the target saw it, and the ids it answered with (its
-end-of-turn id last, unless it was cut off). Training reads these ids, so nothing is lost in detokenising.
+with one entry of `turns_ids` per answer: the whole prompt as the target saw it, and the ids of its answer (the end-of-turn
+id last, unless it was cut off). Training reads these ids, so nothing is lost in detokenising.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from fledge.training.data.workers import Workers, find_workers
 from fledge.training.datagen.conversations import Conversations, HostWork, RegenerateReport
 from fledge.training.datagen.prompts import AnswerFile, Prompt, prompt_id, read_prompts
 
-# The user's turns that the target writes: sampled freely.
+# Self-written prompts: user turns sampled from the target.
 SELF_TEMPERATURE = 1.0
 SELF_MAX_TOKENS = 256
-SELF_AT_ONCE = 32768  # all of them are written before the first is answered
-# When the time is over no prompt is begun; this share of it later, what is still being answered is dropped.
+SELF_AT_ONCE = 32768  # most prompts per round; all are written before the first is answered
+# After the time limit no prompt is started. After this fraction of it more, unfinished answers are dropped.
 GRACE = 0.1
 
 
 class PromptsExhausted(DataError):
-    """The target writes no new prompts any more; what it wrote is answered."""
+    """Raised if the target writes hardly any new prompts; those it wrote have been answered."""
 
 
 class _TimeOver(Exception):
-    """What is still being answered is not waited for."""
+    """Raised at the time limit plus `GRACE`: unfinished answers are dropped."""
 
 
 class AnswerGenerator(Protocol):
-    """Something that continues token ids: an engine, a server, or a fake in a test."""
+    """Interface of what generates the answers: an engine, a server, or a fake in a test."""
 
     max_model_len: int  # tokens of prompt and answer
-    concurrency: int  # answers under way at once
+    concurrency: int  # answers generated at once
 
     def generate(
         self,
@@ -63,9 +63,9 @@ class AnswerGenerator(Protocol):
     ) -> Iterator[tuple[int, list[int], str]]:
         """Yields (index of the prompt, answer ids, "stop" or "length") as answers finish, in any order.
 
-        `prompts`: of an iterator, None means "nothing yet, ask again". `seed`: a function gives each prompt its own, by its
-        index; with a number, equal prompts are sampled independently all the same.
-        The answer's ids end with the stop id that ended it.
+        `prompts`: an iterator may yield None for "nothing yet, ask again". `seed`: a function returns a prompt's seed by its
+        index; with a number, equal prompts are still sampled independently.
+        The answer's ids include the stop id that ended it.
         """
         ...
 
@@ -92,13 +92,13 @@ def regenerate(
 ) -> RegenerateReport:
     """Answers the prompts of a file, then `self_prompted` prompts that the target writes itself.
 
-    Conversations are appended to `out_path` as they finish; a second call goes on where the first one ended.
-    `share`: (number, count): this call takes every `count`-th prompt of the file, another process the others.
-    `processes`: how many work beside this one on text and files; None: by the number of prompts, 0: none.
-    `decontaminate`: files of prompts; what shares thirteen words in a row with one of them is not answered.
-    `template_options`: what the chat template gets too (enable_thinking …); each prompt without its own takes one of them.
-    `started`: when the whole command did (time.monotonic()), for its report; None: now.
-    `max_seconds`: from now on, after which no prompt is begun. A tenth of that later, what is still being answered is dropped.
+    Conversations are appended to `out_path` as they finish; a second call continues where the first one ended.
+    `share`: (number, count): this call takes every `count`-th prompt of the file from `number` on, other processes the rest.
+    `processes`: worker processes for text and files; None: decided by the number of prompts, 0: none.
+    `decontaminate`: files of prompts; prompts that share thirteen consecutive words with one of them are not answered.
+    `template_options`: chat template arguments (enable_thinking …), from which prompts without their own take one.
+    `started`: start of the whole command (time.monotonic()), for its report; None: now.
+    `max_seconds`: time limit after which no prompt is started. A tenth of it later, unfinished answers are dropped.
     """
     began = time.monotonic()
     if prompts_path is None and not self_prompted:
@@ -110,12 +110,12 @@ def regenerate(
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     settings = {"model": model, **sampling, "chat_template": tokenizer.chat_template or ""}
     work = HostWork(tokenizer, generator.max_model_len - max_tokens)
-    # Refusals come before there is a file.
+    # Before the output file is created, because these may raise errors.
     decontamination, stop_ids = Decontamination.of_files(decontaminate), work.chat.stop_ids()
     with AnswerFile(out_path, settings) as file:
         remaining = len(prompts) + (self_prompted or 0) - len(file.done)
         workers = find_workers(work, remaining, generator.concurrency, processes)
-        gc.freeze()  # what is loaded by now stays: a look through all of it would stop the device for a tenth of a second
+        gc.freeze()  # excludes everything loaded so far: a full collection would stall the device for 0.1 s
         try:
             run = _Run(
                 generator,
@@ -139,7 +139,7 @@ def regenerate(
 
 @dataclass
 class _Run:
-    """One call of `regenerate`. Its times are those of `time.monotonic()`."""
+    """One call of `regenerate`. Times are in seconds of `time.monotonic()`."""
 
     generator: AnswerGenerator
     chat: ChatFormat
@@ -151,19 +151,19 @@ class _Run:
     decontamination: Decontamination
     template_options: Sequence[Options]
     started: float
-    deadline: float  # no prompt is begun after it
-    last: float  # no answer is waited for after it
+    deadline: float  # after it, no prompt is started
+    last: float  # after it, unfinished answers are dropped
 
     def __post_init__(self) -> None:
         self.report = RegenerateReport()
-        # A resumed run must not draw again what the first one drew.
+        # A resumed run must not repeat the random draws of the first one.
         self.draws = len(self.file.done) * 1009
         self.seen = set(self.file.done)
 
     def answer_all(self, prompts: list[Prompt], self_prompted: int) -> RegenerateReport:
         report = self.report
         total = len(prompts) + self_prompted
-        before = min(total, len(self.file.done))  # by an earlier run: they do not count for the rate
+        before = min(total, len(self.file.done))  # done by an earlier run: not counted in the rate
         with progress.task("answering", total, "prompts", done=before) as shown:
 
             def show() -> None:
@@ -186,13 +186,13 @@ class _Run:
             raise _TimeOver
 
     def _with_options(self, prompt: Prompt) -> Prompt:
-        """By its id alone, so that a resumed run chooses the same."""
+        """Chooses a prompt's template options by its id alone, so that a resumed run chooses the same."""
         if prompt.options or len(self.template_options) == 1:
             return replace(prompt, options=prompt.options or self.template_options[0])
         number = int.from_bytes(sha256(prompt.id.encode()).digest()[:4])
         return replace(prompt, options=self.template_options[number % len(self.template_options)])
 
-    # --- where prompts come from ---------------------------------------------------------------------------------
+    # --- prompts -------------------------------------------------------------------------------------------------
 
     def _from_file(self, prompts: list[Prompt]) -> Iterator[Prompt]:
         done_before = frozenset(self.file.done)
@@ -209,7 +209,7 @@ class _Run:
                 self.report.duplicates += 1
 
     def _self_written(self, wanted: int) -> Iterator[list[Prompt]]:
-        """The target is given the opening of a user's turn, and writes what a user would (as in Magpie)."""
+        """Yields rounds of prompts that the target writes when given the opening of a user's turn (as in Magpie)."""
         if not wanted:
             return
         already = sum(done.startswith("self-") for done in self.file.done)
@@ -231,7 +231,7 @@ class _Run:
             if fruitless == 3:
                 raise PromptsExhausted(
                     f"the target writes hardly any usable prompts of its own ({wanted - missing} of {wanted} so far; "
-                    "the others are unfinished, too short or repeated): give it a file of prompts"
+                    "the others are unfinished, too short or repeated): give a file of prompts"
                 )
 
     def _written_turns(self, count: int) -> list[str | None]:
@@ -276,14 +276,14 @@ class _Run:
             raise
 
     def _watched(self, conversations: Conversations) -> Iterator[list[int] | None]:
-        """Notes when the first prompt goes in, and when the time is over: it is asked at every step of an engine."""
+        """Records when the first prompt is taken, and checks the time limit: an engine asks for prompts at every step."""
         for prompt in conversations:
             self._end_warm_up()
             self._check_time()
             yield prompt
 
     def _next_seed(self) -> int:
-        """For prompts that the target writes: no other seed has it, or files of neighbouring seeds would hold the same ones."""
+        """Returns a seed for self-written prompts; hashed, so that runs with neighbouring seeds do not write the same ones."""
         self.draws += 1
         return int.from_bytes(sha256(f"{self.seed} {self.draws}".encode()).digest()[:7])
 

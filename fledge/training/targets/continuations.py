@@ -1,7 +1,7 @@
-"""What a target in training writes after many prompts at once, for evaluation texts.
+"""Generates a training target's answers to many prompts in one batch, for evaluation texts.
 
-Not by the engine: that packs a decoder's weights, which training reads as they are, and a sharded target's layers need all
-processes in step.
+The engine cannot be used for this: it packs the decoder's weights, which training reads unpacked, and the layers of a sharded
+target need all processes in lockstep.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fledge.models.layers import Attend
 
 
 class _DenseCache:
-    """Keys and values [B, T, K, E] of each layer; sequence b holds `lengths[b]` tokens, then room."""
+    """A KV cache [B, T, K, E] per layer; sequence b fills its first `lengths[b]` places, the rest is free."""
 
     def __init__(self, num_sequences: int, capacity: int) -> None:
         self.shape = (num_sequences, capacity)
@@ -31,7 +31,7 @@ class _DenseCache:
             buffer[sequences, places] = new
 
     def prefill(self, number: int, places: Tensor) -> Attend:
-        """Attention of one sequence's prompt, whose keys and values are kept."""
+        """Returns the attention for one sequence's prompt; it stores keys and values."""
         plain = causal_attend()
 
         def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
@@ -41,7 +41,7 @@ class _DenseCache:
         return attend
 
     def decode(self, places: Tensor) -> Attend:
-        """Attention of one more token of each sequence."""
+        """Returns the attention for one more token of each sequence."""
         sequences, column = (torch.arange(size, device=places.device) for size in self.shape)
 
         def attend(layer: int, q_NHE: Tensor, k_NKE: Tensor, v_NKE: Tensor, window: int | None) -> Tensor:
@@ -64,7 +64,7 @@ def continuations(
     stop_ids: Sequence[int],
     generator: torch.Generator | None = None,
 ) -> list[list[int]]:
-    """What the target writes after each prompt, its stop token included: greedily, or sampled with a `generator`."""
+    """Returns the target's answer to each prompt, including its stop token: greedy, or sampled with a `generator`."""
 
     def choose(hidden_ND: Tensor) -> Tensor:
         logits = decoder.logits(hidden_ND).float()
@@ -97,6 +97,6 @@ def continuations(
 
 
 def until_stop(ids: list[int], stops: Sequence[int]) -> list[int]:
-    """Up to the first stop token and with it."""
+    """Returns the ids up to the first stop token, inclusive."""
     end = next((i for i, token in enumerate(ids) if token in stops), len(ids) - 1)
     return ids[: end + 1]

@@ -1,4 +1,4 @@
-"""A target that runs on a vLLM server: its states come over the network, its ends (embedding, norm, head) are here."""
+"""A target that runs on a vLLM server: its states come over the network; embedding, final norm and head are loaded here."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fledge.training.targets.states_client import FILE_S, EndpointError, StatesC
 from fledge.training.targets.target import Document, Head, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch
 
-# Of a log-probability, between the server's arithmetic (bf16, other kernels) and ours. Another layer is off by whole units.
+# Largest log-probability difference between the server (bf16, other kernels) and ours. With a wrong layer it is whole units.
 LARGEST_DIFFERENCE = 0.3
 
 
 class EndpointTarget(Target):
-    """Requests run ahead of training: each document is one, some `requests` at a time."""
+    """Fetches states ahead of training, with one request per document and up to `requests` at a time."""
 
     def __init__(
         self,
@@ -37,24 +37,24 @@ class EndpointTarget(Target):
         storage: str | None = None,
         requests: int = 32,
     ) -> None:
-        """`config`: the target's, for what its head does besides a product. `storage`: see StatesClient."""
+        """`config`: the target's, for the scaling and soft cap of its logits. `storage`: see StatesClient."""
         self.embedding, self.norm, self.lm_head = ends.embedding, ends.norm, ends.lm_head
         scale = 1.0 / (config.get("logits_scaling") or 1.0) * (config.get("logit_scale") or 1.0)
         self.head = Head(ends.lm_head.weight.detach(), None, scale, config.get("final_logit_softcapping"))
         self.vocab_size, self.hidden_size = ends.embedding.weight.shape
         self.device, self.dtype = self.head.weight.device, self.head.weight.dtype
         self.taps = tuple(taps)
-        self.layers = tuple(dict.fromkeys([*taps, num_layers]))  # the last one: what the loss needs, through norm and head
+        self.layers = tuple(dict.fromkeys([*taps, num_layers]))  # the loss needs the last one, with norm and head applied
         self.client = StatesClient(url, self.layers, self.hidden_size, storage, launch_command(model, self.layers))
         self._pool = ThreadPoolExecutor(requests, thread_name_prefix="states")
         self._ahead: dict[str, list[Future[Tensor]]] = defaultdict(list)
-        self._lock = threading.Lock()  # another thread looks ahead than trains
+        self._lock = threading.Lock()  # `prefetch` and `states` are called from different threads
         self._check_head()
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """Norm and head applied here must give the server's own log-probabilities: the last layer is the last, the checkpoint
-        is the server's, its norm is a plain one."""
+        """Checks that norm and head applied here give the server's own log-probabilities: this proves that the layer is the
+        last one, the checkpoint is the server's, and the norm is a plain one."""
         differences = []
         for seed in range(5):
             tokens = torch.randint(self.vocab_size, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -64,16 +64,16 @@ class EndpointTarget(Target):
             differences.append(abs(float(ours) - answer.log_probability))
         if statistics.median(differences) > LARGEST_DIFFERENCE:
             raise EndpointError(
-                f"{self.client.url}: the checkpoint's norm and head, applied to what the server gives as its states after "
-                f"layer {self.layers[-1]}, do not give the server's own probabilities; it serves another model or other layers "
-                f"than {list(self.layers)}: start it by: {self.client.command}"
+                f"{self.client.url}: the checkpoint's norm and head, applied to the server's states after layer "
+                f"{self.layers[-1]}, do not give the server's own probabilities; it serves another model, or layers other "
+                f"than {list(self.layers)}; start it with: {self.client.command}"
             )
 
     def require_length(self, num_tokens: int) -> None:
         if self.client.max_length <= num_tokens:
             raise EndpointError(
-                f"{self.client.url}: the server takes {self.client.max_length - 1} tokens at most, data.sequence_length is "
-                f"{num_tokens}: start it with --max-model-len {num_tokens + 1}, or shorten the sequences"
+                f"{self.client.url}: the server takes at most {self.client.max_length - 1} tokens, but data.sequence_length is "
+                f"{num_tokens}; start it with --max-model-len {num_tokens + 1}, or lower data.sequence_length"
             )
 
     def prefetch(self, batch: TrainBatch) -> None:
@@ -110,7 +110,7 @@ class EndpointTarget(Target):
 
 
 class EndpointAnswers:
-    """The target's answers from the same server, for `regenerate`."""
+    """An `AnswerGenerator` for `regenerate` that uses the same server."""
 
     def __init__(self, client: StatesClient, requests: int) -> None:
         self.client, self.concurrency, self.max_model_len = client, requests, client.max_length
@@ -125,7 +125,7 @@ class EndpointAnswers:
         seed: int | Callable[[int], int],
         stop_ids: Sequence[int],
     ) -> Iterator[tuple[int, list[int], str]]:
-        """See `regenerate.AnswerGenerator`."""
+        """Implements `regenerate.AnswerGenerator.generate`."""
         coming, num_taken = iter(prompts), 0
         under_way: dict[Future[tuple[list[int], str]], int] = {}
         pool = ThreadPoolExecutor(self.concurrency, thread_name_prefix="answers")
@@ -141,6 +141,6 @@ class EndpointAnswers:
                     return
                 for done in wait(under_way, return_when=FIRST_COMPLETED).done:
                     yield under_way.pop(done), *done.result()
-        finally:  # requests under way end, so that their files are removed; the others are not made
+        finally:  # waits for running requests, so that their files are removed; cancels the others
             pool.shutdown(cancel_futures=True)
             self.client.sweep(FILE_S)

@@ -1,4 +1,4 @@
-"""The target that a recipe names: loaded, or reached, with its sizes and stop tokens, whatever runs it."""
+"""Loads the target of a recipe (Fledge's decoder, transformers, or an endpoint), with its sizes and stop tokens."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from fledge.training.targets.target import DecoderTarget, Target, TransformersTa
 @dataclass(frozen=True)
 class LoadedTarget:
     target: Target
-    config: DrafterConfig  # of the recipe's drafter for it
-    shape: Any  # its sizes: a ModelConfig, or what has its fields
+    config: DrafterConfig  # of the recipe's drafter for this target
+    shape: Any  # the target's sizes: a ModelConfig, or an object with its fields
     stop_ids: tuple[int, ...]
-    last_layer: dict[str, Any]  # weights, see `drafter.last_layer`
+    last_layer: dict[str, Any]  # weights (see `drafter.last_layer`)
 
 
 def find_target(recipe: Recipe) -> Path:
-    """The folder of its files; behind an endpoint, of those with embedding, norm and head alone."""
+    """Returns the folder of the target's files; for an endpoint, only of those with embedding, norm and head."""
     model = recipe.target.model
     return fetch_ends(model) if recipe.target.endpoint is not None else sources.resolve(model)
 
 
 def load_target(recipe: Recipe, dist: DistributedContext, folder: Path) -> LoadedTarget:
-    """`recipe` must be resolved."""
+    """Loads the target. `recipe` must be resolved."""
     device, dtype = torch.device(recipe.run.device), getattr(torch, recipe.target.dtype)
     target: Target
     shape: ModelConfig | _Shape
@@ -73,7 +73,7 @@ def load_target(recipe: Recipe, dist: DistributedContext, folder: Path) -> Loade
 
 @dataclass(frozen=True)
 class _Shape:
-    """What `drafter_config` needs of an architecture that we do not know."""
+    """The sizes that `drafter_config` needs, for an architecture that Fledge does not support."""
 
     vocab_size: int
     hidden_size: int
@@ -94,7 +94,7 @@ def _transformers_model(folder: Path, dtype: torch.dtype, device: torch.device) 
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=dtype, trust_remote_code=False)
         model = model.to(device)
-    except Exception as error:  # transformers raises many kinds
+    except Exception as error:  # transformers raises many types of errors
         raise ModelError(f"{folder}: transformers cannot load it ({first_line(error)})") from error
     text = model.config.get_text_config()
     return model, _shape(text, text.to_dict(), model.get_input_embeddings().weight.shape[0])
@@ -119,7 +119,7 @@ def _endpoint(recipe: Recipe, folder: Path, config: DrafterConfig, num_layers: i
 
 
 def target_shape(folder: Path) -> tuple[ModelConfig | _Shape, tuple[int, ...]]:
-    """The target's sizes and stop tokens by its files alone, whatever its architecture."""
+    """Reads the target's sizes and stop tokens from its files, for any architecture."""
     content = text_config(folder)
     shape: ModelConfig | _Shape
     if is_supported(content):
@@ -128,7 +128,7 @@ def target_shape(folder: Path) -> tuple[ModelConfig | _Shape, tuple[int, ...]]:
         try:
             shape = _shape(SimpleNamespace(**content), content, int(content["vocab_size"]))
         except (AttributeError, KeyError) as error:
-            raise ModelError(f"{folder}: config.json does not say the model's sizes ({error})") from None
+            raise ModelError(f"{folder}: config.json lacks one of the model's sizes ({error})") from None
     said = content.get("eos_token_id")
     if (folder / "generation_config.json").exists():
         said = read_json(folder / "generation_config.json").get("eos_token_id", said)
@@ -138,7 +138,7 @@ def target_shape(folder: Path) -> tuple[ModelConfig | _Shape, tuple[int, ...]]:
 def _shape(text: Any, content: dict[str, Any], vocab_size: int) -> _Shape:
     try:
         rope = RopeConfig.from_hf(content)
-    except ModelError:  # the drafter need not share the target's positions; plain ones will do
+    except ModelError:  # plain RoPE: the drafter's positions need not equal the target's
         rope = RopeConfig()
     heads = text.num_attention_heads
     return _Shape(

@@ -1,8 +1,8 @@
-"""Target states on disk: the target runs once over the data, and training needs no more of it than embedding and head.
+"""Target states on disk: the target runs once over the data; afterwards training needs only its embedding and head.
 
 A folder holds, for each process, `states-R.bin` (one row per token: all taps and the last hidden state, bf16 or fp32) and
-`index-R.jsonl` (which document lies where). A document is known by its tokens, so that it is found however it is packed; a line
-of the index is written after its rows, so that an interrupted run loses no more than one document.
+`index-R.jsonl` (the position of each document). A document is identified by its tokens, so that it is found in any packing. A
+line of the index is written after its rows, so that an interrupted run loses at most one document.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fledge.training.distributed import DistributedContext
 from fledge.training.targets.target import Document, Target, TargetStates, documents
 from fledge.training.ttt import TrainBatch
 
-PROBES, PROBE_BYTES = 16, 1 << 16  # of each of the target's weight files
-ROWS_AHEAD = 8  # asked of the target while earlier ones are written
+PROBES, PROBE_BYTES = 16, 1 << 16  # places, and bytes per place, that are hashed in each of the target's weight files
+ROWS_AHEAD = 8  # rows prefetched from the target while earlier ones are written
 
 
 class StatesOnDisk(Target):
-    """Stands for a target in training. Documents that are not there yet are run through the target, while it is at hand."""
+    """Replaces the target in training. Missing documents are run through the target until `release_target` is called."""
 
     def __init__(self, target: Target, taps: int, folder: Path, identity: dict[str, Any], rank: int = 0) -> None:
-        """`identity`: what the states depend on (model, layers, type); other states in the folder are refused."""
+        """`identity`: what the states depend on (model, layers, type). A folder with another identity is an error."""
         self.head, self.embedding, self.lm_head = target.head, target.embedding, target.lm_head
         self.vocab_size, self.hidden_size = target.vocab_size, target.hidden_size
         self.target: Target | None = target
@@ -52,7 +52,7 @@ class StatesOnDisk(Target):
             for line in index.read_text().splitlines():
                 try:
                     key, first, length = json.loads(line)
-                except ValueError:  # cut short by a kill
+                except ValueError:  # incomplete line of a killed run
                     continue
                 self._where[key] = (rows, first, length)
 
@@ -83,7 +83,7 @@ class StatesOnDisk(Target):
 
     def _run(self, batch: TrainBatch, found: list[Document]) -> TargetStates:
         if self.target is None:
-            raise UserError(f"{self.folder}: the states of some documents are missing; run again to have them computed")
+            raise UserError(f"{self.folder}: the states of some documents are missing; run again to compute them")
         states = self.target.states(batch)
         rows = torch.cat([*states.taps, states.hidden_ND], -1).to(self.dtype).cpu().contiguous()
         path = self.folder / f"states-{self.rank}.bin"
@@ -108,7 +108,7 @@ class StatesOnDisk(Target):
         return self._files[path]
 
     def fill(self, loader: PackedLoader, plan: Any, device: torch.device, dist: DistributedContext) -> Iterator[float]:
-        """Runs the target over every document of the loader's data, this process's share of it; yields how much is done."""
+        """Runs the target over this process's share of the loader's documents; yields the fraction done, 0 to 1."""
         target = self.target
         assert target is not None
         one_row = PackedLoader(loader.samples, loader.sequence_length, 1, loader.seed)
@@ -116,7 +116,7 @@ class StatesOnDisk(Target):
         coming: deque[tuple[int, TrainBatch | None]] = deque()
         for done in range(0, total, dist.size):
             rows = [next(one_row) for _ in range(min(dist.size, total - done))]
-            # Who has no row of its own at the end takes another's: where passes need all processes, all make them.
+            # A process without a row of its own at the end takes another's, because a sharded target needs all processes.
             batch = plan(rows[min(dist.rank, len(rows) - 1)])
             missing = dist.rank < len(rows) and any(document.key not in self._where for document in documents(batch))
             if missing:
@@ -136,7 +136,7 @@ class StatesOnDisk(Target):
 
 
 def _numpy_type(dtype: torch.dtype) -> type:
-    """numpy has no bfloat16; 16 bits are 16 bits."""
+    """Returns an integer type of the same size, because numpy has no bfloat16."""
     return {2: np.int16, 4: np.int32}[dtype.itemsize]
 
 
@@ -152,8 +152,8 @@ def _check_identity(path: Path, identity: dict[str, Any]) -> None:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Of the target's weight files, by their sizes and a few places in each: other training changes all of them. Hashing all
-    of a large target would take minutes, and dates change with every copy."""
+    """Returns a hash of the sizes of the target's weight files and of a few places in each, which further training changes.
+    Hashing a large target completely would take minutes, and file dates change with every copy."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".gguf")):
         size = path.stat().st_size

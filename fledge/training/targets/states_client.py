@@ -1,9 +1,9 @@
-"""Hidden states from a vLLM server that runs the target elsewhere.
+"""A client that gets hidden states from a vLLM server that runs the target.
 
-The server keeps the states of each request's tokens (`extract_hidden_states`) and writes them to a folder
-(`ExampleHiddenStatesConnector`): its answer names the file. The folder is read from here, as a shared one or over HTTP.
-Of what the server names only the file's name counts: where it lies is the user's word alone, or else a server could have any
-file read and deleted here. The API key goes to the server, and to the files' URL only where that is the same server.
+The server extracts the states of each request's tokens (`extract_hidden_states`) and writes them to a folder
+(`ExampleHiddenStatesConnector`); its answer names the file. The client reads it from a shared folder or over HTTP.
+Only the file name is taken from the answer. The folder comes only from the user's settings; otherwise a server could make the
+client read and delete any file. The API key is sent to the server, and to the files' URL only if it has the same origin.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from torch import Tensor
 from fledge.errors import UserError, printable
 
 FIRST_CONTACT_S = 5.0
-OUTAGE_S = 600.0  # a server that restarts in the middle of a run is waited for
-STATES_FOLDER = "/dev/shm/states"  # the server's, unless the user says otherwise
+OUTAGE_S = 600.0  # how long to retry when a server restarts during a run
+STATES_FOLDER = "/dev/shm/states"  # default folder of the server
 STATES_FILE = re.compile(r"[A-Za-z0-9_][\w.@:+=-]*\.safetensors")
-FILE_S = 20.0  # from the answer to its file: shared folders show new files late
+FILE_S = 20.0  # how long to wait for the file after the answer, because shared folders show new files late
 
 
 class EndpointError(UserError):
-    """The server cannot be reached, or does not give what was asked for; says what to do."""
+    """The server cannot be reached, or its answer cannot be used. The message says what to do."""
 
 
 class Answer(NamedTuple):
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 
 def launch_command(model: str, layers: Sequence[int], folder: str = STATES_FOLDER) -> str:
-    """How the server must be started."""
+    """Returns the command with which the server must be started."""
     speculative = {
         "method": "extract_hidden_states",
         "num_speculative_tokens": 1,
@@ -64,24 +64,24 @@ def launch_command(model: str, layers: Sequence[int], folder: str = STATES_FOLDE
 
 
 class StatesClient:
-    """Safe to use from several threads."""
+    """The client. Safe to use from several threads."""
 
     def __init__(self, url: str, layers: Sequence[int], hidden_size: int, storage: str | None, command: str) -> None:
-        """`storage`: where the server's folder is seen from here, a folder or a URL; None: the folder that `launch_command`
-        gives it. `command`: for error messages."""
+        """`storage`: path or URL of the server's folder on this machine; None: the folder in `launch_command`. `command`:
+        the command that starts the server, for error messages."""
         self.url, self.layers, self.hidden_size, self.command = url.rstrip("/"), tuple(layers), hidden_size, command
         self.storage = (storage or STATES_FOLDER).rstrip("/")
         key = os.environ.get("VLLM_API_KEY")
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # Redirects are not followed: they would take the key, or the request, somewhere else.
+        # Redirects are not followed, because they would send the API key or the request to another server.
         timeout = httpx.Timeout(OUTAGE_S, connect=10.0)
         new_client = partial(httpx.Client, timeout=timeout, limits=limits, follow_redirects=False)
         self._http = new_client(headers=headers)
         self._files = self._http if _origin(self.storage) == _origin(self.url) else new_client()
         self._patience_s = FIRST_CONTACT_S
         self._closed, self._folder_seen = threading.Event(), False
-        self._late: set[str] = set()  # files that were not there yet when they were to be deleted
+        self._late: set[str] = set()  # files to delete that did not exist yet
         self._lock = threading.Lock()
         self.model, self.max_length = self._served_model()
         self._patience_s = OUTAGE_S
@@ -104,7 +104,7 @@ class StatesClient:
     def continuation(
         self, prompt: Sequence[int], max_new_tokens: int, stop_ids: Sequence[int], **sampling: Any
     ) -> tuple[list[int], str]:
-        """What the target writes after the prompt, its stop token included, and why it ended; greedily unless said."""
+        """Returns the target's answer to a prompt, including its stop token, and the finish reason; greedy by default."""
         body = {"prompt": list(map(int, prompt)), "max_tokens": max_new_tokens, "temperature": 0, "return_token_ids": True}
         content = self._completion(body | {"stop_token_ids": list(stop_ids)} | sampling)
         self._discard(content)
@@ -112,12 +112,12 @@ class StatesClient:
         return list(choice["token_ids"]), choice.get("finish_reason") or "stop"
 
     def close(self) -> None:
-        """Nothing is tried again; what is under way may end, so that its files are removed. Late files are waited for."""
+        """Stops all retries; running requests may finish, so that their files are removed. Waits for late files."""
         self._closed.set()
         self.sweep(FILE_S)
 
     def sweep(self, wait_s: float = 0.0) -> None:
-        """Deletes files that came late."""
+        """Deletes late files that exist by now; tries for up to `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         while True:
             with self._lock:
@@ -126,7 +126,7 @@ class StatesClient:
                 return
             time.sleep(0.05)
 
-    # --- the conversation -----------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------------
 
     def _served_model(self) -> tuple[str, int]:
         content = self._ask("GET", "/models")
@@ -134,16 +134,16 @@ class StatesClient:
             served = content["data"][0]
             return served["id"], int(served["max_model_len"])
         except (KeyError, IndexError, TypeError):
-            raise EndpointError(f"{self.url}/models: the answer is not vLLM's; start the server by: {self.command}") from None
+            raise EndpointError(f"{self.url}/models: not a vLLM server; start one with: {self.command}") from None
 
     def _completion(self, body: dict[str, Any]) -> dict[str, Any]:
         content = self._ask("POST", "/completions", {"model": self.model, **body})
         if not (content.get("kv_transfer_params") or {}).get("hidden_states_path"):
-            raise EndpointError(f"{self.url}: the server hands out no hidden states; start it by: {self.command}")
+            raise EndpointError(f"{self.url}: the server returns no hidden states; start it with: {self.command}")
         return content
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Tries again where that may help, until its patience ends."""
+        """Sends a request; retries temporary errors until the time limit `_patience_s`."""
         deadline, wait = time.monotonic() + self._patience_s, 0.25
         while True:
             try:
@@ -164,27 +164,27 @@ class StatesClient:
             if time.monotonic() + wait > deadline or self._closed.wait(wait):
                 raise EndpointError(
                     f"{self.url}: the server does not answer ({reason}), tried for {self._patience_s:.0f} s; "
-                    f"if it is not running, start it by: {self.command}"
+                    f"if it is not running, start it with: {self.command}"
                 )
             wait = min(2 * wait, 15.0)
 
     # --- the files ------------------------------------------------------------------------------------------------
 
     def _place(self, content: dict[str, Any]) -> str:
-        """Where the answer's file is seen from here."""
+        """Returns the path or URL of the answer's file on this machine."""
         named = _named(content)
         if "://" in named:
-            raise EndpointError(f"{self.url}: it names states on another host, which are not fetched: {printable(named, 80)!r}")
+            raise EndpointError(f"{self.url}: its states are on another host, which is refused: {printable(named, 80)!r}")
         name = os.path.basename(named)
         if not STATES_FILE.fullmatch(name):
-            raise EndpointError(f"{self.url}: it names a file of states that has no plain name: {printable(name, 80)!r}")
+            raise EndpointError(f"{self.url}: its file of states has an unsafe name: {printable(name, 80)!r}")
         return f"{self.storage}/{name}"
 
     def _discard(self, content: dict[str, Any]) -> None:
-        """Deletes a file of states that is not needed, without reading it: now, or when it is there.
+        """Deletes a file of states without reading it, now or once it exists.
 
-        Over HTTP nothing can be deleted. Until a first file was found where the user says, each is waited for: better no
-        answers than a full disk.
+        Over HTTP nothing can be deleted. Until a first file has been found in the given folder, this waits for each file and
+        raises if it does not appear: if the folder is wrong, the server's disk would fill up.
         """
         place = self._place(content)
         if place.startswith(("http://", "https://")):
@@ -201,7 +201,7 @@ class StatesClient:
             self.sweep()
 
     def _collect(self, content: dict[str, Any]) -> dict[str, Tensor]:
-        """Reads the answer's file, once it is whole, and deletes it where that is possible."""
+        """Reads the answer's file once it is complete, and deletes it if it is in a folder."""
         place = self._place(content)
         fetch = self._download if place.startswith(("http://", "https://")) else _read_unlocked
         deadline, wait = time.monotonic() + (FILE_S if self._folder_seen else FIRST_CONTACT_S), 0.002
@@ -211,7 +211,7 @@ class StatesClient:
                 try:
                     tensors = load(data)
                     break
-                except SafetensorError:  # not whole yet
+                except SafetensorError:  # not complete yet
                     pass
             if time.monotonic() > deadline:
                 if fetch is _read_unlocked:
@@ -227,9 +227,9 @@ class StatesClient:
 
     def _not_here(self, content: dict[str, Any]) -> EndpointError:
         return EndpointError(
-            f"{self.url}: it wrote states to {printable(_named(content), 80)}, which do not appear in {self.storage}; share "
-            "that folder, or name where it is seen from here, as a folder or a URL, in target.endpoint_states "
-            "(fledge make: --endpoint-states)"
+            f"{self.url}: the server wrote states to {printable(_named(content), 80)}, but they do not appear in "
+            f"{self.storage}; share that folder, and set target.endpoint_states (fledge make: --endpoint-states) to its path "
+            "or URL on this machine"
         )
 
     def _download(self, url: str) -> bytes | None:
@@ -241,17 +241,17 @@ class StatesClient:
 
     def _check(self, tensors: dict[str, Tensor], tokens: list[int]) -> None:
         if "hidden_states" not in tensors or tensors.get("token_ids") is None:
-            raise EndpointError(f"{self.url}: the file of states holds {', '.join(tensors)} alone; vLLM 0.32 is known to fit")
+            raise EndpointError(f"{self.url}: the file of states only has {', '.join(tensors)}; vLLM 0.32 is known to work")
         shape, expected = tuple(tensors["hidden_states"].shape), (len(tokens), len(self.layers), self.hidden_size)
         if shape[1:] != expected[1:]:
             raise EndpointError(
-                f"{self.url}: it gives {shape[1]} states of {shape[2]} for each token, the recipe needs {expected[1]} of "
-                f"{expected[2]}, after layers {list(self.layers)}; start it by: {self.command}"
+                f"{self.url}: the server returns {shape[1]} states of size {shape[2]} per token, but the recipe needs "
+                f"{expected[1]} of size {expected[2]}, after layers {list(self.layers)}; start it with: {self.command}"
             )
         if shape[0] != expected[0] or tensors["token_ids"].tolist() != tokens:
             raise EndpointError(
-                f"{self.url}: asked for the states of {expected[0]} tokens, it gave those of {shape[0]} others; its model adds "
-                "or drops tokens, or something between changes the request"
+                f"{self.url}: asked for the states of {expected[0]} tokens, but got {shape[0]} with other token ids; the "
+                "server adds or drops tokens, or a proxy changes the request"
             )
 
 
@@ -260,7 +260,7 @@ def _named(content: dict[str, Any]) -> str:
 
 
 def _origin(url: str) -> tuple[str, str, int | None] | None:
-    """Scheme, host and port; None for a folder."""
+    """Returns scheme, host and port of a URL; None for a folder."""
     if not url.startswith(("http://", "https://")):
         return None
     try:
@@ -271,18 +271,18 @@ def _origin(url: str) -> tuple[str, str, int | None] | None:
 
 
 def _read_unlocked(place: str) -> bytes | None:
-    """The file's content once its writer has let go of it; None: not yet."""
+    """Returns the file's content if the server has released its lock; None otherwise."""
     try:
         with _open_unlocked(place) as file:
             return file.read()
     except PermissionError:
-        raise EndpointError(f"{place}: may not be read; the server writes for its own user alone: train as that user") from None
+        raise EndpointError(f"{place}: no permission to read it; run the training as the server's user") from None
     except OSError:
         return None
 
 
 def _delete_unlocked(place: str) -> bool:
-    """Deletes a file and its lock once its writer has let go of it. False: not yet."""
+    """Deletes a file and its lock file if the server has released the lock; returns False otherwise."""
     try:
         with _open_unlocked(place):
             _delete(place)
@@ -298,7 +298,7 @@ def _delete(place: str) -> None:
 
 @contextmanager
 def _open_unlocked(place: str) -> Iterator[BinaryIO]:
-    """Opens a file whose writer has let go of it; else an OSError."""
+    """Opens a file whose lock the server has released; raises OSError otherwise."""
     with _open_plain(place + ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         with _open_plain(place) as file:
@@ -306,7 +306,7 @@ def _open_unlocked(place: str) -> Iterator[BinaryIO]:
 
 
 def _open_plain(place: str) -> BinaryIO:
-    """A file, and not a link to one or a pipe: the folder may be open to others."""
+    """Opens a regular file. Refuses links and pipes, because other users may be able to write to the folder."""
     descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""What the drafter learns from: the target's tapped and last hidden states over packed documents, without gradients."""
+"""Training targets: they compute tapped and last hidden states over packed documents, without gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fledge.training.ttt import Mask, TrainBatch, packed_attend, packed_mask
 
 @dataclass(frozen=True)
 class Head:
-    """How a target turns its last hidden state into logits."""
+    """A target's head, which turns its last hidden state into logits."""
 
     weight: Tensor  # [V, D]
     bias: Tensor | None = None
@@ -35,7 +35,7 @@ class Head:
     softcap: float | None = None  # logits are cap·tanh(logits / cap)
 
     def rows(self, token_ids: Tensor) -> Head:
-        """The head over a few tokens only."""
+        """Returns the head restricted to some tokens."""
         bias = self.bias[token_ids] if self.bias is not None else None
         return replace(self, weight=self.weight[token_ids].contiguous(), bias=bias)
 
@@ -48,48 +48,48 @@ class Head:
 
 class TargetStates(NamedTuple):
     taps: Sequence[Tensor]  # one [N, D] per tapped layer
-    hidden_ND: Tensor  # after the final norm: what the head reads
+    hidden_ND: Tensor  # after the final norm: the input of the head
 
 
 class Target:
-    """Any model that drafters are trained for."""
+    """Interface of the models for which drafters are trained."""
 
     head: Head
     embedding: nn.Module
     lm_head: nn.Module
     vocab_size: int
     hidden_size: int
-    requires_collective: bool = False  # every pass is one of all processes together
+    requires_collective: bool = False  # whether all processes must take part in every pass
 
     def states(self, batch: TrainBatch, *, skip_compile: bool = False) -> TargetStates:
-        """`skip_compile`: this shape of batch will hardly come again, so nothing is compiled for it."""
+        """Returns the target's states over a batch. `skip_compile`: do not compile, for a batch shape that hardly recurs."""
         raise NotImplementedError
 
     def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
-        """What it writes after each prompt, greedily, its stop token included."""
+        """Returns the greedy answer to each prompt, including its stop token."""
         raise NotImplementedError
 
     def reserve(self, num_positions: int) -> None:
-        """Room for the highest position, so that no pass has to ask the device for it."""
+        """Extends the rotary tables to `num_positions`, so that no pass has to read the highest position from the device."""
 
     def without_compiler(self) -> None:
-        """Compiling failed: go on without."""
+        """Switches compilation off, after it has failed."""
 
     def prefetch(self, batch: TrainBatch) -> None:
-        """This batch will be asked for soon. Called from another thread than `states`."""
+        """Announces a batch that `states` will be called with soon. Called from another thread than `states`."""
 
     def close(self) -> None:
-        """No more states will be asked for."""
+        """Frees resources; `states` will not be called again."""
 
 
 class Document(NamedTuple):
-    key: str  # of its tokens: the same text is the same document, however it is packed
+    key: str  # hash of its tokens: the same text has the same key in any packing
     first: int  # flat index of its first token in the batch
     tokens: np.ndarray
 
 
 def documents(batch: TrainBatch) -> Iterator[Document]:
-    """Those of a packed batch; padding (zeros) is none."""
+    """Yields the documents of a packed batch, without padding (zeros)."""
     flat = batch.tokens_BT.cpu().numpy().reshape(-1)
     for first, length in _spans(batch):
         tokens = flat[first : first + length]
@@ -98,17 +98,17 @@ def documents(batch: TrainBatch) -> Iterator[Document]:
 
 
 def _spans(batch: TrainBatch) -> list[tuple[int, int]]:
-    """(flat index of the first token, length) of each document, padding included."""
+    """Returns (flat index of the first token, length) of each document, including padding."""
     start = batch.start_BT.cpu()
     firsts = (start == torch.arange(start.shape[1])).flatten().nonzero().flatten().tolist()
     return [(first, end - first) for first, end in zip(firsts, [*firsts[1:], start.numel()], strict=True)]
 
 
 class DecoderTarget(Target):
-    """Our own decoder. Compiled, one layer's graph serves all layers: compiling takes seconds at any depth."""
+    """A target run by Fledge's decoder. All layers share one compiled graph, so that compiling takes seconds at any depth."""
 
     def __init__(self, decoder: Decoder, taps: Sequence[int], *, compile: bool = False, sharded: bool = False) -> None:
-        """`sharded`: by `load_sharded`."""
+        """`sharded`: whether the decoder comes from `load_sharded`."""
         decoder.check_taps(taps)
         self.decoder, self.taps = decoder.eval().requires_grad_(False), tuple(taps)
         self.config: ModelConfig = decoder.config
@@ -117,7 +117,7 @@ class DecoderTarget(Target):
         self.vocab_size, self.hidden_size = decoder.config.vocab_size, decoder.config.hidden_size
         self.device = decoder.norm.weight.device
         self._layers: list[dict[str, Tensor]] = [dict(layer.named_parameters()) for layer in decoder.layers]
-        # Layers differ by their weights, and perhaps their window or experts: an empty one of each kind stands for all of them.
+        # Layers differ in weights and perhaps in window or experts: one template layer without weights serves each kind.
         config = decoder.config
         windows = config.windows or (None,) * config.num_layers
         self._kinds = [(windows[layer], config.has_experts(layer)) for layer in range(config.num_layers)]
@@ -144,7 +144,7 @@ class DecoderTarget(Target):
             def run(index: int, x: Tensor) -> Tensor:
                 kind, weights, layer = self._kinds[index], self._layers[index], decoder.layers[index]
                 attention = layer.self_attn
-                if kind[1]:  # chosen on the host, or by kernels that read the layer's own stacked experts: not for a compiler
+                if kind[1]:  # not compiled: experts are chosen on the host, or by kernels that read the layer's stacked experts
                     return layer(x, None, AttendOps(packed_attend(masks, length), *angles))
                 cos, sin = angles[attention.rope]
                 return run_layer(self._template[kind], weights, x, cos, sin, masks[attention.window], length)
@@ -164,11 +164,11 @@ class DecoderTarget(Target):
 
 
 def load_sharded(load: Callable[[], Decoder], dist: DistributedContext, device: torch.device) -> Decoder:
-    """A decoder whose layers are spread over all processes; each is gathered when its turn comes, and given up after it.
-    All must then make the same passes.
+    """Returns a decoder whose layers are sharded over all processes; each layer is gathered for its computation and freed
+    after it. All processes must then run the same passes.
 
-    `load`: onto the host. Layers come to the device one by one, so that none ever holds more than its share and one layer, and
-    processes load one after the other: the host holds one whole target, not one for each.
+    `load`: loads the decoder on the host. Layers move to the device one by one, so that a device never holds more than its
+    share and one layer. Processes load one after the other, so that the host holds only one whole target at a time.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -178,7 +178,7 @@ def load_sharded(load: Callable[[], Decoder], dist: DistributedContext, device: 
     def spread() -> Decoder:
         decoder = load()
         for layer in decoder.layers:
-            # Asked for, as each layer is a root here, and FSDP lets roots keep their weights after the first pass.
+            # Set explicitly: each layer is an FSDP root, and by default roots keep their weights after the first pass.
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         for name, part in decoder.named_children():
             if name != "layers":
@@ -192,16 +192,16 @@ def _layer(
     template: DecoderLayer, weights: dict[str, Tensor], x: Tensor, cos: Tensor, sin: Tensor, mask: Mask, length: int
 ) -> Tensor:
     attend = packed_attend({template.self_attn.window: mask}, length)
-    # A layer asks for its own rotary embedding, by its number.
+    # A layer selects its rotary embedding by index.
     angles = [(cos, sin)] * (template.self_attn.rope + 1)
     return functional_call(template, weights, (x, None, AttendOps(attend, *angles)))
 
 
 class _WholeLayers(AttendOps):
-    """Each layer is one call of a function, which may be compiled."""
+    """Runs each layer by one call of a function, which may be compiled."""
 
     def __init__(self, run: Callable[[int, Tensor], Tensor]) -> None:
-        """`run`: of a layer's number and its input."""
+        """`run`: called with a layer's index and its input."""
         self.run = run
 
     def layer(
@@ -216,8 +216,8 @@ class _WholeLayers(AttendOps):
 
 
 class TransformersTarget(Target):
-    """Any causal language model of transformers. Documents are unpacked into right-padded rows, which every architecture
-    understands without a special mask."""
+    """A target run by transformers: any causal language model. Documents are unpacked into right-padded rows, because these
+    need no special mask in any architecture."""
 
     def __init__(self, model: Any, taps: Sequence[int]) -> None:
         self.model, self.taps = model.eval().requires_grad_(False), tuple(taps)
@@ -246,7 +246,7 @@ class TransformersTarget(Target):
 
     @torch.no_grad()
     def _check_head(self) -> None:
-        """The loss applies the head itself, to a few rows; that must be what the model does."""
+        """Checks that the head alone gives the model's logits, because the loss applies the head itself to some rows."""
         tokens = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
         expected = self.model(tokens, use_cache=False).logits.float()
         found = self.head(self._decoder(tokens, use_cache=False).last_hidden_state).float()
@@ -273,7 +273,7 @@ class TransformersTarget(Target):
 
     @torch.no_grad()
     def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Sequence[int]) -> list[list[int]]:
-        """One prompt at a time."""
+        """Generates one prompt at a time."""
         answers = []
         for prompt in prompts:
             tokens = torch.tensor([list(prompt)], device=self.device)
@@ -290,8 +290,8 @@ class TransformersTarget(Target):
 
 
 def _padded(spans: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Documents as rows of flat indices, and which of these are real."""
+    """Returns the documents as rows of flat indices, and a mask of those that are not padding."""
     firsts, lengths = torch.tensor(spans)[..., None].unbind(1)
     column = torch.arange(int(lengths.max()))
-    # Padding repeats the document's last token: it comes after everything real, which therefore never sees it.
+    # Padding repeats the document's last token. It comes after all real tokens, so causal attention never sees it.
     return firsts + torch.minimum(column, lengths - 1), column < lengths

@@ -1,6 +1,6 @@
-"""A toy to try training on: a tiny target that learns a small made-up language in seconds, and its answers.
+"""A toy model for trying out training: a tiny target that learns a small made-up language in seconds, and its answers.
 
-python -m fledge.training.targets.toy runs/toy      makes runs/toy/target and runs/toy/answers.jsonl
+python -m fledge.training.targets.toy runs/toy      writes runs/toy/target and runs/toy/answers.jsonl
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ TARGET = ModelConfig(
 
 
 def conversation(draw: random.Random) -> tuple[list[int], list[int]]:
-    """(prompt, answer) of the made-up language: counting, spelling, or a story with choices in it."""
+    """Draws a (prompt, answer) of the made-up language: counting, spelling, or a story with random choices."""
     kind = draw.choice(["count", "spell", "story", "story"])
     if kind == "count":
         low, high = sorted(draw.sample(range(21), 2))
@@ -86,7 +86,7 @@ def conversation(draw: random.Random) -> tuple[list[int], list[int]]:
 
 
 def learned_target(steps: int = 300, seed: int = 0) -> Decoder:
-    """A decoder that speaks the language: about 10 seconds on one core."""
+    """Trains a decoder on the language; takes about 10 seconds on one core."""
     torch.manual_seed(seed)
     draw = random.Random(seed)
     decoder = Decoder(TARGET)
@@ -140,7 +140,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def make(folder: str | Path, num_answers: int = 2000, seed: int = 0, steps: int = 300) -> Path:
-    """Makes target and answers, unless both are there."""
+    """Makes target and answers, unless both exist."""
     folder = Path(folder)
     target, answers = folder / "target", folder / "answers.jsonl"
     if answers.is_file() and (target / "config.json").is_file():
