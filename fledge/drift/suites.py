@@ -122,14 +122,16 @@ def multi_turn(
 ) -> Suite:
     """Builds conversations turn by turn, since each turn contains the target's own earlier answers."""
     scripts = [*CONVERSATIONS, *(item.turns for item in items if len(item.turns) > 1)][:count]
-    histories: list[list[dict[str, str]]] = [[] for _ in scripts]
+    histories: dict[int, list[dict[str, str]]] = {number: [] for number in range(len(scripts))}
     conditions = []
     for turn in range(max(map(len, scripts))):
-        going = [number for number, script in enumerate(scripts) if turn < len(script)]
-        for number in going:
-            histories[number].append(user(scripts[number][turn]))
-        prompts = {number: _own(tokenizer, histories[number]) for number in going}
+        # A conversation that has grown too long ends: its next turn would lack an answer before it.
+        histories = {number: history for number, history in histories.items() if turn < len(scripts[number])}
+        for number, history in histories.items():
+            history.append(user(scripts[number][turn]))
+        prompts = {number: _own(tokenizer, history) for number, history in histories.items()}
         prompts = {number: prompt for number, prompt in prompts.items() if len(prompt) <= longest}
+        histories = {number: histories[number] for number in prompts}
         if not prompts:
             break
         for number, tokens in zip(prompts, answer(list(prompts.values())), strict=True):

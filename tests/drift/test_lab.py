@@ -27,7 +27,17 @@ from fledge.drift.metrics import (
 )
 from fledge.drift.prompts import Document, load_documents
 from fledge.drift.results import verdict_table, verdicts
-from fledge.drift.suites import OPENING, Condition, Suite, chat_templates, chosen, lengths, multi_turn, within
+from fledge.drift.suites import (
+    CONVERSATIONS,
+    OPENING,
+    Condition,
+    Suite,
+    chat_templates,
+    chosen,
+    lengths,
+    multi_turn,
+    within,
+)
 from fledge.drift.texts import load_subjects
 from fledge.engine.build import Speculation, build_engine
 from fledge.engine.config import EngineConfig
@@ -201,6 +211,15 @@ def test_later_turns_hold_the_targets_answers(folders):
     text = tokenizer.decode(made.conditions[1].prompts["conversation 0"], skip_special_tokens=False)
     assert "the lazy dog<|im_end|>" in text
     assert "east" in text
+
+
+def test_a_conversation_that_has_grown_too_long_ends(folders):
+    """Some templates refuse two turns of the user in a row."""
+    tokenizer, items = Tokenizer(folders / "model"), [Item("a", "b", ("one", "cat " * 900, "two"))]
+    made = multi_turn(tokenizer, items, len(CONVERSATIONS) + 1, lambda prompts: [[3, 2]] * len(prompts), 900, (2,))
+    last = f"conversation {len(CONVERSATIONS)}"
+    assert [last in condition.prompts for condition in made.conditions[:3]] == [True, False, False]
+    assert "conversation 0" in made.conditions[2].prompts
 
 
 def test_documents(tmp_path, folders):

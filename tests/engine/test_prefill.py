@@ -141,7 +141,7 @@ def test_beside_a_servers_requests_a_size_that_comes_again_is_only_noted(monkeyp
 
     monkeypatch.setattr(passes, "record", no_memory)
     assert passes.record_wanted()
-    assert "no memory is left" in caplog.text
+    assert "not enough GPU memory" in caplog.text
     assert [prefill() for _ in range(4)] == [False] * 4  # nor is it noted again
     assert not passes.record_wanted()
 
