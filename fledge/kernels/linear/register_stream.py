@@ -8,9 +8,9 @@ shared memory just what its part of the product needs: four neighbouring codes o
 its registers (`codes`). Each part of a step that shares a scale is a product of mma.sync; its sums are scaled and added up in
 the order of `summation`.
 
-Instructions of the inner loop for each weight on sm_90, with 8 rows, of 16 outputs and of a gated weight's 32: FP8 3.2 and 2.8,
-int4 3.3 and 2.8, int8 in groups of 32 3.5 and 3.4; with 16 rows a tenth more. When weights were scaled and rounded one by one
-it had 4.1 to 5.3, and an H200 took as long for these formats as for bfloat16.
+Instructions of the inner loop for each weight on sm_90, with 8 rows, of 16 outputs and of a gated weight's 32: FP8 3.0 and 2.6,
+int4 3.1 and 2.6 (with offsets 3.3 and 2.8), int8 in groups of 32 3.6 and 3.1; with 16 rows a tenth more. When weights were
+scaled and rounded one by one it had 4.1 to 5.3, and an H200 took as long for these formats as for bfloat16.
 """
 
 from __future__ import annotations
@@ -264,33 +264,37 @@ def _register_stream(
     if PDL:
         wait_for_inputs()
     x = load_inputs(x_ptr, first_row, num_rows, 0, SHAPE, X_LAYOUT)
+    # Two steps at once: what the first one reads ahead is in other registers than its own.
+    TOGETHER: gl.constexpr = 2 if SHAPE.steps % 2 == 0 else 1
     none = gl.zeros([PARTS * SLICES, PRODUCTS, ROWS], gl.float32, layout=mma)
     total = gl.zeros([SLICES, PRODUCTS, ROWS], gl.float32, layout=mma)
-    for i in range(SHAPE.steps):
-        async_copy.wait_group(STAGES - 2)
-        codes = ring.index(i % STAGES).load(CODES_LAYOUT)
-        _copy_codes(ring, codes_ptr, first_column, i + STAGES - 1, SHAPE, COPY_LAYOUT)
-        # What comes from the cache is read a step ahead.
-        x_now, scale_now, offset_now = x, scale, offset
-        x = load_inputs(x_ptr, first_row, num_rows, i + 1, SHAPE, X_LAYOUT)
-        if not SHAPE.scales_slices:
-            scale = load_scales(scales_ptr, first_column, i + 1, SHAPE, mma)
-            offset = scale
-            if SHAPE.has_offsets:
-                offset = load_scales(offsets_ptr, first_column, i + 1, SHAPE, mma)
-        w = weights_of(codes, SHAPE)
-        # A group's four inputs of a thread are two pairs of an operand. Parts are independent products.
-        w = gl.permute(gl.reshape(w, [SLICES, PRODUCTS, PARTS, PART // 16, 4, 2, 2]), (2, 0, 1, 3, 5, 4, 6))
-        r = gl.permute(gl.reshape(x_now, [SLICES, PARTS, PART // 16, 4, 2, 2, ROWS]), (1, 0, 2, 4, 3, 5, 6))
-        w = gl.convert_layout(gl.reshape(w, [PARTS * SLICES, PRODUCTS, PART]), left)
-        r = gl.convert_layout(gl.reshape(r, [PARTS * SLICES, PART, ROWS]), right)
-        if SHAPE.scales_slices:
-            total = mma_v2(w, r, total)
-        else:
-            total = add_scaled(total, mma_v2(w, r, none), scale_now, SHAPE, mma)
-            if SHAPE.has_offsets:
-                ones = gl.full([PARTS * SLICES, PRODUCTS, PART], 1.0, dtype, layout=left)
-                total = add_scaled(total, mma_v2(ones, r, none), offset_now, SHAPE, mma)
+    for first in range(0, SHAPE.steps, TOGETHER):
+        for j in gl.static_range(TOGETHER):
+            number = first + j
+            async_copy.wait_group(STAGES - 2)
+            codes = ring.index(number % STAGES).load(CODES_LAYOUT)
+            _copy_codes(ring, codes_ptr, first_column, number + STAGES - 1, SHAPE, COPY_LAYOUT)
+            # What comes from the cache is read a step ahead.
+            x_now, scale_now, offset_now = x, scale, offset
+            x = load_inputs(x_ptr, first_row, num_rows, number + 1, SHAPE, X_LAYOUT)
+            if not SHAPE.scales_slices:
+                scale = load_scales(scales_ptr, first_column, number + 1, SHAPE, mma)
+                offset = scale
+                if SHAPE.has_offsets:
+                    offset = load_scales(offsets_ptr, first_column, number + 1, SHAPE, mma)
+            w = weights_of(codes, SHAPE)
+            # A group's four inputs of a thread are two pairs of an operand. Parts are independent products.
+            w = gl.permute(gl.reshape(w, [SLICES, PRODUCTS, PARTS, PART // 16, 4, 2, 2]), (2, 0, 1, 3, 5, 4, 6))
+            r = gl.permute(gl.reshape(x_now, [SLICES, PARTS, PART // 16, 4, 2, 2, ROWS]), (1, 0, 2, 4, 3, 5, 6))
+            w = gl.convert_layout(gl.reshape(w, [PARTS * SLICES, PRODUCTS, PART]), left)
+            r = gl.convert_layout(gl.reshape(r, [PARTS * SLICES, PART, ROWS]), right)
+            if SHAPE.scales_slices:
+                total = mma_v2(w, r, total)
+            else:
+                total = add_scaled(total, mma_v2(w, r, none), scale_now, SHAPE, mma)
+                if SHAPE.has_offsets:
+                    ones = gl.full([PARTS * SLICES, PRODUCTS, PART], 1.0, dtype, layout=left)
+                    total = add_scaled(total, mma_v2(ones, r, none), offset_now, SHAPE, mma)
     if SHAPE.scales_slices:
         total = fma(total, scale[0], none)
     async_copy.wait_group(0)
