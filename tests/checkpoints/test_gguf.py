@@ -312,7 +312,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "llama.expert_count"),
         ({"llama.block_count": None}, r"llama\.block_count is missing"),
         ({"llama.block_count": 5}, r"missing: model\.layers\.4\.input_layernorm"),
-        ({"llama.rope.dimension_count": 4}, "rotated in part"),
+        ({"llama.rope.dimension_count": 4}, "partially rotated heads"),
         ({"split.count": 2}, "split GGUF; join the parts"),
         ({"tokenizer.ggml.pre": "exotic"}, "pre-tokenizer 'exotic'"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer type 't5' is not supported"),
