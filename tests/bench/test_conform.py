@@ -103,7 +103,7 @@ FAULTS = [
     ("seed-forgotten", "completions, seeded", AGAIN, "same seed"),
     ("n-short", "n = 2, greedy", VALID, "1 answers came, 2"),
     ("n-same", "n = 3, seeded", VALID, "the same text"),
-    ("n-greedy-differs", "n = 2, greedy", VALID, "not that of n = 1"),
+    ("n-greedy-differs", "n = 2, greedy", VALID, "differs from the answer with n = 1"),
     ("prefix", "long prompt, shared prefix", AGAIN, "another greedy text"),
     ("load", "chat, greedy", LOAD, "another greedy text"),
     ("error-500", "long prompt, shared prefix", VALID, "status 500"),
