@@ -101,9 +101,9 @@ def study(figures: dict[str, Any], source: str, images: str, about_training: str
     parts += ablation(figures, table) + comparisons(figures, table) if apart is None else _apart(apart, images)
     parts.append("## Under stress")
     parts.append(
-        "Acceptance length (1 + accepted / steps) with its standard error over answers; in brackets the fraction of the "
-        "baseline's that is kept, paired by question. Then the same over questions where neither answer loops (and how many "
-        f"these are), and ratios of drafters on the same answers. No error is given below {ENOUGH_PAIRS} answers or pairs."
+        "Acceptance length (1 + accepted / steps) with its standard error over answers; in brackets how much of the baseline's "
+        "is kept, paired by question. Then the same over questions where neither answer loops (and how many these are), and "
+        f"ratios of drafters on the same answers. No error is given below {ENOUGH_PAIRS} answers or pairs."
     )
     for suite in figures["suites"]:
         parts.append(f"### {suite['name'].capitalize()}")
