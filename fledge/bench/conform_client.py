@@ -115,8 +115,8 @@ class Endpoint:
             names = [str(one["id"]) for one in response.raise_for_status().json()["data"]]
         except (httpx.HTTPStatusError, ValueError, KeyError, TypeError):
             raise UserError(
-                f"{self.url} is not an OpenAI-compatible server: /v1/models gives no list of models (status "
-                f"{response.status_code})"
+                f"{self.url} is not an OpenAI-compatible server: /v1/models answers {response.status_code} without a list of "
+                "models"
             ) from None
         if not names:
             raise UserError(f"{self.url} serves no model: its /v1/models is empty")
