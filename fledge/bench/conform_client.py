@@ -14,7 +14,7 @@ from fledge.bench.load_client import authorization, server_url
 from fledge.errors import UserError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Statuses by which a server refuses a request. 408 and 429 mean that it is overloaded, which is a failure here.
+# Statuses by which a server refuses a request. 408 and 429 mean "try again later", which is a failure here.
 REFUSALS = frozenset(range(400, 500)) - {401, 403, 408, 429} | {501}
 
 MAX_INDEX = 256  # largest index of choices and tool calls: a wrong one must not exhaust memory

@@ -308,7 +308,8 @@ def _conclude(
         said = f"the first drafted token is accepted in {unchanged.first:.1%} of the steps, and no known mistake explains it"
         if _embedding_is_foreign(files, meter):
             said += "; its embedding is not the target's"
-        return diagnosis("wrong target", said, "it belongs to another target, or it was hardly trained")
+        remedy = "it fits another target or was trained too little: name its target, or train it further"
+        return diagnosis("wrong target", said, remedy)
     limit = min(meter.target.max_positions, SMALLEST_SENSIBLE_POSITIONS)
     if config.max_positions < limit:
         return diagnosis(

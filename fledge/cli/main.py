@@ -1,4 +1,4 @@
-"""The `fledge` command. Each sub-command has its own file, imported when the command line is parsed."""
+"""The `fledge` command. Each sub-command has its own file, which imports what it needs when it runs."""
 
 from __future__ import annotations
 
