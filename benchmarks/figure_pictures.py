@@ -9,7 +9,7 @@ from html import escape
 from benchmarks.figure_blocks import gpu_speeds, load, number, times
 
 SLOWED = 4  # the demo's answers take about a second, which is too fast to see
-COLUMNS, LINE, GLYPH = 54, 17, 7.25  # of a pane: characters per line, pixels per line, pixels per character
+COLUMNS, LINE, GLYPH = 54, 17, 7.25  # in a pane: characters per line, pixels per line, pixels per character
 MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 SANS = "system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 

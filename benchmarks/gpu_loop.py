@@ -23,7 +23,7 @@ from fledge.sampling import SamplingParams
 
 class Loop(NamedTuple):
     tokens_per_s: float  # all users together, prompts included
-    own_tokens_per_s: float  # of one request from its first token to its last (median)
+    own_tokens_per_s: float  # one request from its first token to its last (median)
     depths: Counter[int]  # number of steps by chosen depth
     requests: list[Request]
 

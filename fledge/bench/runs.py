@@ -27,7 +27,7 @@ IsLooping = Callable[[Sequence[int]], bool]
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer."""
+    """One answer of a run, with its times and acceptance."""
 
     item: str
     category: str

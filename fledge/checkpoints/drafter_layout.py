@@ -85,7 +85,7 @@ def to_file(drafter: EagleDrafter, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def tensor_problems(tensors: Mapping[str, Tensor], config: DrafterConfig) -> list[str]:
-    """Every way in which a file's tensors and its configuration disagree."""
+    """All contradictions between a file's tensors and its configuration."""
     problems = []
     expected = file_shapes(config)
     missing = [name for name in expected if name not in tensors]

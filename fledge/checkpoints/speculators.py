@@ -30,7 +30,7 @@ def is_speculators(config: Mapping[str, Any]) -> bool:
 
 
 def raw_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings under the raw layout's keys."""
+    """The settings of a speculators config.json under the raw layout's keys."""
     kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
     if kind != "eagle3":
         raise ModelError(f"speculators model type {kind!r} is not supported; supported: eagle3")
