@@ -1,11 +1,11 @@
-"""Acceptance length of drafters on prompt sets: micro, greedy, chain, by depth; looping answers counted apart.
+"""Measures the acceptance length of drafters on prompt sets: micro, greedy, chain, by depth; looping answers separately.
 
     python benchmarks/acceptance.py --data FOLDER --sets mt_bench,humaneval,gsm8k --drafter A --drafter B --json OUT
 
-The target answers the first turn of every prompt greedily (stops honoured); each drafter is then rolled out with its own tokens
-from every position of those answers, which gives what a speculative run accepts at every depth (a test holds this equal to the
-engine's own count). Standard errors take answers as the independent samples; drafters are compared answer by answer.
-`--context FILE` puts a document before each prompt, to see what a long context costs.
+The target answers the first turn of every prompt greedily (stops honoured). Each drafter then drafts from every position of
+those answers, which gives what a speculative run accepts at every depth (a test checks that this equals the engine's own
+count). Standard errors treat answers as the independent samples; drafters are compared answer by answer.
+`--context FILE` puts a document before each prompt, to measure acceptance in a long context.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=Path, help="a text put before each prompt")
     parser.add_argument("--context-tokens", type=int, default=6000)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--commit", help="of the code, where there is no git")
+    parser.add_argument("--commit", help="commit of the code, if there is no git")
     parser.add_argument("--answers", type=Path, help="the target's answers: read from here if it exists, else written")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -88,7 +88,7 @@ def main() -> None:
 def measure(
     decoder: Decoder, drafters: Mapping[str, EagleDrafter], texts: Sequence[tuple[list[int], int]]
 ) -> dict[str, dict[str, Any]]:
-    """Of each drafter, the figures of all answers, of looping ones and of the others, by depth; `texts`: see `answer`."""
+    """Figures of each drafter over all answers, looping answers and the others, by depth. `texts`: as `answer` returns them."""
     counts = {name: {"all": stats(), "looping": stats(), "others": stats()} for name in drafters}
     by_answer: dict[str, dict[int, list[Count]]] = {name: {depth: [] for depth in DEPTHS} for name in drafters}
     for group in in_groups([len(tokens) for tokens, _ in texts], TOKENS_AT_ONCE):
@@ -137,7 +137,7 @@ def stats() -> dict[int, AcceptanceStats]:
 
 
 def kept_answers(args: argparse.Namespace, sets: dict[str, list[str]]) -> dict[str, list[tuple[list[int], int]]]:
-    """Answers depend on the target alone: the next drafter need not wait for them."""
+    """The target's answers, from the file of `--answers` if it exists: they do not depend on the drafter."""
     question = json.loads(json.dumps([args.model, args.max_tokens, str(args.context), args.context_tokens, sets]))
     if args.answers and args.answers.exists():
         kept = json.loads(args.answers.read_text())
@@ -151,7 +151,7 @@ def kept_answers(args: argparse.Namespace, sets: dict[str, list[str]]) -> dict[s
 
 
 def answer(args: argparse.Namespace, sets: dict[str, list[str]]) -> dict[str, list[tuple[list[int], int]]]:
-    """(prompt and answer, where the answer starts) of every prompt."""
+    """Answers all prompts. Returns per set a list of (prompt and answer tokens, index where the answer starts)."""
     llm = LLM(args.model, "none", max_num_seqs=16, device=args.device)
     document = ""
     if args.context:

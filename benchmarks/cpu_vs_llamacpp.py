@@ -1,12 +1,12 @@
-"""A GGUF file on a CPU: Fledge, plain and with a drafter, against llama.cpp and transformers, in one run.
+"""Compares Fledge, plain and with a drafter, with llama.cpp and transformers on a CPU: one GGUF file, in one run.
 
     python benchmarks/cpu_vs_llamacpp.py FILE.gguf [--drafter NAME] [--quick] [--json FILE]
     python benchmarks/cpu_vs_llamacpp.py FILE.gguf --texts [--data FILE.jsonl --limit N]
 
-The same file, prompts, threads and token counts. Every measurement is a fresh process; rounds alternate between the engines, so
-that a busy moment hits all of them; medians count. llama-cpp-python lives in an environment of its own, `.venv-llamacpp`, which
-is made when it is missing (it compiles: five minutes on two cores). `--texts` compares greedy answers instead of speed, and
-llama.cpp with itself when it reads the prompts a few tokens at a time: rounding alone makes as many answers part.
+All engines get the same file, prompts, threads and token counts. Every measurement is a new process; rounds alternate between
+the engines, so that other load on the machine affects all of them; medians count. llama-cpp-python has its own environment,
+`.venv-llamacpp`, which is made if it is missing (it compiles: five minutes on two cores). `--texts` compares greedy answers
+instead of speed, and llama.cpp with itself when it prefills few tokens at a time: rounding alone makes as many answers differ.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from fledge.errors import UserError
 ROOT = Path(__file__).resolve().parents[1]
 LLAMA, PLAIN, DRAFTER, TRANSFORMERS = "llama.cpp", "Fledge, plain", "Fledge, drafter", "transformers, fp32"
 LLAMA_FEW = "llama.cpp, prompts read a few tokens at a time"
-# The demo's prompts, and two more for the comparison of texts.
+# The demo's prompts, and two more for --texts.
 PROMPTS = [prompt.text for prompt in DEMO] + [
     "Write a SQL query that returns the three customers with the highest total of orders in 2023.",
     "Translate into French: The library opens at nine, and the reading room closes an hour before the rest.",
 ]
 TEXT_TOKENS = 64
-FEW = 7  # prompt tokens a pass of llama.cpp, when it is compared with itself
-# transformers takes ten times as long: one round of fewer tokens.
+FEW = 7  # prompt tokens per pass when llama.cpp is compared with itself
+# transformers takes ten times as long, so it gets one round with fewer prompts and tokens.
 TRANSFORMERS_PROMPTS, TRANSFORMERS_TOKENS = 2, 32
 
 
@@ -57,13 +57,13 @@ def say(text: str) -> None:
 
 
 def install_llamacpp() -> str:
-    """The Python of the environment with llama-cpp-python, which is made if there is none."""
+    """Makes the environment with llama-cpp-python if it is missing; returns its Python."""
     python = LLAMACPP_VENV / "bin" / "python"
     say(f"making {LLAMACPP_VENV} and compiling llama-cpp-python in it: about five minutes on two cores")
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(LLAMACPP_VENV)], check=True)
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-binary", "llama-cpp-python"]
-    # Without its library for images, a quarter of the compilation.
+    # Without the library for images, which takes a quarter of the compile time.
     done = subprocess.run([*command, "llama-cpp-python"], env=os.environ | {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"})
     if done.returncode:
         raise UserError("llama-cpp-python could not be installed; it needs a C++ compiler and a package index")
@@ -71,16 +71,16 @@ def install_llamacpp() -> str:
 
 
 class Engine:
-    """One row of the table: how its process is started, and with which task."""
+    """One row of the table: the command of its process, and the task it gets."""
 
     def __init__(self, name: str, command: list[str], task: dict[str, Any]) -> None:
         self.name, self.command, self.task = name, command, task
 
     def run(self) -> dict[str, Any]:
-        """Once more, and the quieter run counts, if other work took more than a tenth of a core meanwhile."""
+        """Runs the task. If other processes used more than 0.1 cores meanwhile, runs it again; the quieter run counts."""
         found = self._run()
         if found["other_work"] > 0.1:
-            say(f"{self.name}: other work took {found['other_work']:.1f} cores meanwhile; once more")
+            say(f"{self.name}: other processes used {found['other_work']:.1f} cores meanwhile; running it again")
             found = min(found, self._run(), key=lambda one: one["other_work"])
         return found
 
@@ -100,7 +100,7 @@ class Engine:
 
 
 def other_seconds() -> float:
-    """CPU seconds, of all cores, that were not spent by the processes started here; 0 where the system does not say."""
+    """CPU seconds of all cores used by other processes than those started here; 0 if the system does not report them."""
     try:
         user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
     except OSError:
@@ -123,7 +123,7 @@ def engines(options: argparse.Namespace, file: Path, task: dict[str, Any]) -> li
     if drafter and drafter != "none":
         found.append(Engine(DRAFTER, [*worker, "fledge"], task | fledge | {"drafter": str(drafter)}))
     if options.transformers:
-        say("converting the file for transformers, if that has not been done")
+        say("converting the file for transformers, unless it is in the cache")
         short = {"prompts": task["prompts"][:TRANSFORMERS_PROMPTS], "max_tokens": TRANSFORMERS_TOKENS}
         folder = str(sources.resolve(options.model))
         found.append(Engine(TRANSFORMERS, [*worker, "transformers"], task | {"model": folder} | short))
@@ -131,7 +131,7 @@ def engines(options: argparse.Namespace, file: Path, task: dict[str, Any]) -> li
 
 
 def measure(rows: list[Engine], rounds: int) -> dict[str, dict[str, Any]]:
-    """The median of each figure over the rounds, and the figures themselves."""
+    """Runs all rounds. Returns for each row the medians of its figures and the figures of all rounds."""
     runs: dict[str, list[dict[str, Any]]] = {row.name: [] for row in rows}
     for number in range(rounds):
         for row in rows:
@@ -172,14 +172,14 @@ def table(rows: dict[str, dict[str, Any]], title: str) -> Table:
 
 
 def compare_texts(rows: list[Engine], tokenizer: GgufTokenizer, names: list[str]) -> dict[str, Any]:
-    """Where greedy answers part, and how near the two candidates were in either engine's logits."""
+    """Compares greedy answers: where they first differ, and how close the two tokens were in each engine's logits."""
     found = {}
     for row in rows:
         say(f"{row.name}: {len(names)} answers")
         found[row.name] = row.run()
     ours, theirs = found[PLAIN], found[LLAMA]
     same_prompts = sum(a == b for a, b in zip(theirs["tokenized"], rows[0].task["prompts"], strict=True))
-    print(f"prompts that llama.cpp splits into the same tokens: {same_prompts} of {len(names)}")
+    print(f"prompts that llama.cpp tokenizes the same way: {same_prompts} of {len(names)}")
     answers = []
     both = zip(names, *(one["runs"][0]["answers"] for one in (ours, theirs)), strict=True)
     for index, (prompt, our_tokens, their_tokens) in enumerate(both):
@@ -194,7 +194,7 @@ def compare_texts(rows: list[Engine], tokenizer: GgufTokenizer, names: list[str]
         words = [None if token is None else tokenizer.decode([token], skip_special_tokens=False) for token in pair]
         answers.append({"prompt": prompt, "equal": False, "tokens": at, "candidates": words, "logit_gaps": gaps})
         said = [f"{gap:+.3f}" if gap is not None else "not among its best" for gap in gaps]
-        print(f"  part after {at:2d} tokens: {prompt[:60]}")
+        print(f"  differ after {at:2d} tokens: {prompt[:60]}")
         print(f"     Fledge {words[0]!r}, llama.cpp {words[1]!r}; logit gap {said[0]} in Fledge, {said[1]} in llama.cpp")
     equal = sum(one["equal"] for one in answers)
     itself = sum(a == b for a, b in zip(theirs["runs"][0]["answers"], found[LLAMA_FEW]["runs"][0]["answers"], strict=True))
@@ -210,7 +210,7 @@ def compare_texts(rows: list[Engine], tokenizer: GgufTokenizer, names: list[str]
 
 
 def _gap(best: list[list[list[float]]], at: int, pair: list[int | None]) -> float | None:
-    """Logit of the first candidate less the second's; both are among the best unless the engines disagree grossly."""
+    """The first token's logit minus the second's; None if one of them is not among the best logits."""
     if at >= len(best):
         return None
     logits = {int(token): logit for token, logit in best[at]}
@@ -221,19 +221,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="a GGUF file, or a built-in name")
     parser.add_argument("--drafter", help="none, ngram, a name or a folder; default: the one that is shipped for the model")
-    parser.add_argument("--depth", default="auto", help="tokens drafted a step, or auto")
+    parser.add_argument("--depth", default="auto", help="tokens drafted per step, or auto")
     parser.add_argument("--kv-cache-dtype", default="auto", help="Fledge's: auto, float32, float16, q8_0 (llama.cpp: float16)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--context", type=int, default=2048)
-    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
-    parser.add_argument("--prompts", type=int, default=len(DEMO), help="the first so many of the demo's")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens of each answer")
+    parser.add_argument("--prompts", type=int, default=len(DEMO), help="number of the demo's prompts to use")
     parser.add_argument("--prefill", type=int, default=512, help="tokens of the prompt whose prefill is timed")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="four prompts of 48 tokens, without transformers")
     parser.add_argument("--transformers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--texts", action="store_true", help=f"compare {len(PROMPTS)} answers of {TEXT_TOKENS} tokens instead")
-    parser.add_argument("--data", help="with --texts: a JSONL file of conversations, whose first turns are asked instead")
-    parser.add_argument("--limit", type=int, default=10, help="the first so many of --data")
+    parser.add_argument("--data", help="with --texts: a JSONL file of conversations, whose first turns are used instead")
+    parser.add_argument("--limit", type=int, default=10, help="number of conversations of --data to use")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/cpu-vs-llamacpp-NAME.json")
     options = parser.parse_args()
     if options.quick:
@@ -241,7 +241,7 @@ def main() -> None:
 
     file = sources.find(options.model)
     if not file.is_file():
-        raise UserError(f"{options.model} is not a GGUF file; llama.cpp reads nothing else")
+        raise UserError(f"{options.model} is not a GGUF file; llama.cpp reads only these")
     tokenizer = GgufTokenizer(GgufFile(file))
     items = load_items(options.data)[: options.limit] if options.data else []
     questions = [item.turns[0] for item in items] or PROMPTS

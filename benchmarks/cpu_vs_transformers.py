@@ -1,9 +1,9 @@
-"""Plain decoding of SmolLM2-135M on CPU: Fledge against transformers' `generate` in fp32, in one run.
+"""Compares plain decoding of SmolLM2-135M on a CPU: Fledge and transformers' `generate` in fp32, in one run.
 
     python benchmarks/cpu_vs_transformers.py [--tokens 128] [--rounds 3] [--json FILE]
 
-Rounds alternate between the contestants, so that a busy moment hits all of them; the median of the rounds counts.
-llama.cpp runs too where `llama-cpp-python` is installed (with the same Q4_1 file).
+Rounds alternate between the engines, so that other load on the machine affects all of them; the median of the rounds counts.
+llama.cpp runs too if `llama-cpp-python` is installed and `--gguf` names the Q4_1 file.
 """
 
 from __future__ import annotations

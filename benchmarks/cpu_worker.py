@@ -1,6 +1,6 @@
-"""One fresh process of an engine, for `cpu_vs_llamacpp.py`: python cpu_worker.py fledge|transformers TASK.json OUT.json
+"""Runs one engine in a new process, for `cpu_vs_llamacpp.py`: python cpu_worker.py fledge|transformers TASK.json OUT.json
 
-Imports what its engine needs and nothing before: the time from the command until the model is ready is one of the figures.
+Imports nothing that its engine does not need: the time from the command until the model is ready is one of the figures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def fledge_worker(task: dict[str, Any]) -> dict[str, Any]:
-    """One fresh process of Fledge: ready when the model can be asked."""
+    """Runs a task with Fledge. `ready` is the time at which the model can take requests."""
     from fledge import LLM, SamplingParams
 
     options = {"threads": task["threads"], "max_model_len": task["context"], "kv_cache_dtype": task["kv_cache_dtype"]}
@@ -22,7 +22,7 @@ def fledge_worker(task: dict[str, Any]) -> dict[str, Any]:
     found["kv_cache_dtype"] = llm.engine.config.kv_cache_dtype
 
     def answers(prompts: list[list[int]], tokens: int) -> list[Any]:
-        # The longest answer that is asked for, whatever its end: all engines write as many tokens.
+        # With ignore_eos every answer has its full length, so that all engines write equally many tokens.
         params = SamplingParams(
             max_tokens=tokens, temperature=0, ignore_eos=task["ignore_eos"], logprobs=task.get("num_best") or None
         )

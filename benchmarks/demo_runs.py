@@ -1,4 +1,4 @@
-"""`fledge demo`, several times one after the other; keeps the run with the median speed-up, and the figures of all.
+"""Runs `fledge demo` several times; keeps the run with the median speed-up, and the figures of all runs.
 
 python benchmarks/demo_runs.py [--runs 9]
 """

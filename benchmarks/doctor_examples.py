@@ -1,4 +1,4 @@
-"""`fledge doctor` on the shipped drafter, as it is and with one mistake each: the examples of docs/low-acceptance.md.
+"""Runs `fledge doctor` on the shipped drafter, unchanged and with one mistake each: the examples of docs/low-acceptance.md.
 
 python benchmarks/doctor_examples.py --json benchmarks/results/doctor-examples.json
 """
@@ -28,7 +28,7 @@ MISTAKES: dict[str, dict[str, Any]] = {
 
 
 def with_mistake(folder: Path, changes: dict[str, Any]) -> None:
-    """The same keys at the top level and within `eagle_config`, as drafters have them."""
+    """Changes keys of config.json, at top level and in `eagle_config`, because drafters have them in both places."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config |= changes

@@ -1,4 +1,4 @@
-"""Drafters that differ in one thing: what each fix does alone, what augmentation and a window are worth."""
+"""Compares drafters that differ in one setting: each fix alone, augmentation, and a window on attention."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _flags(drafter: dict[str, Any]) -> tuple[bool, bool]:
 
 
 def _rest(drafter: dict[str, Any], *without: str) -> tuple[Any, ...]:
-    """What makes drafters comparable, apart from what is compared."""
+    """The settings in which two drafters must agree to be compared. `without`: the setting that is compared."""
     facts = {
         "flags": _flags(drafter),
         "window": drafter["config"]["window"],
@@ -30,14 +30,14 @@ def _rest(drafter: dict[str, Any], *without: str) -> tuple[Any, ...]:
 
 
 def _augmentation(drafter: dict[str, Any]) -> tuple[Any, ...]:
-    """Whether texts were augmented and, where the figures say so, how often and how."""
+    """Whether training texts were augmented and, if the figures say so, how often and how."""
     trained = drafter["trained"]
     chances = {name: chance for name, chance in (trained.get("augmentation") or {}).items() if chance}
     return trained.get("augmented"), *sorted(chances.items())
 
 
 def ablation(figures: dict[str, Any], table: Table) -> list[str]:
-    """The two fixes one by one, where all four combinations were trained alike; else that this was not measured."""
+    """The section on the two fixes, if all four combinations were trained alike; otherwise it says that they were not."""
     title = "## The two fixes one by one"
     groups: dict[tuple[Any, ...], dict[tuple[bool, bool], str]] = {}
     for drafter in figures["drafters"]:
@@ -45,7 +45,7 @@ def ablation(figures: dict[str, Any], table: Table) -> list[str]:
     group = next((one for one in groups.values() if len(one) == len(CORNERS)), None)
     if group is None:
         missing = "drafters with `fc_norm` alone and with `norm_output` alone, trained like the others, are not among these"
-        return [title, f"Not measured: {missing}, so that nothing here says which of the two does what."]
+        return [title, f"Not measured: {missing}, so this page cannot say which of the two does what."]
     measures = _measures(figures, list(group.values()))
     rows = [[label, *(form.format(values[group[corner]]) for corner in CORNERS)] for label, form, values in measures]
     head = ["", "neither (EAGLE 3)", "`fc_norm` only", "`norm_output` only", "both (EAGLE 3.1)"]
@@ -59,7 +59,7 @@ def ablation(figures: dict[str, Any], table: Table) -> list[str]:
 
 
 def by_condition(figures: dict[str, Any], table: Table) -> list[str]:
-    """Acceptance length of every drafter under every template and system prompt."""
+    """Tables of the acceptance length of every drafter under every template, system prompt and context length."""
     names, parts = [drafter["name"] for drafter in figures["drafters"]], []
     for name in ("templates", "system prompts", "context length"):
         if suite := suite_of(figures, name):
@@ -101,7 +101,7 @@ def _measures(figures: dict[str, Any], names: Sequence[str]) -> list[tuple[str, 
 
 
 def comparisons(figures: dict[str, Any], table: Table) -> list[str]:
-    """Pairs that differ in augmentation, or in the window, alone; else that this was not measured."""
+    """Sections on pairs of drafters that differ only in augmentation, or only in the window; otherwise "not measured"."""
     parts: list[str] = []
     for aspect, title, value in (
         ("augmented", "Training under other templates and system prompts", _augmentation),
@@ -121,5 +121,5 @@ def comparisons(figures: dict[str, Any], table: Table) -> list[str]:
             head = ["acceptance length, all conditions together", *(f"{a['name']} / {b['name']}" for a, b in pairs)]
             parts.append(table(head, rows))
         else:
-            parts.append("Not measured: no two of these drafters differ in this alone.")
+            parts.append("Not measured: no two of these drafters differ only in this.")
     return parts

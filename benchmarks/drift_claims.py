@@ -1,4 +1,4 @@
-"""What was claimed for EAGLE 3.1, beside what a lab run found: each claim with its figures and whether it holds here."""
+"""The claims published for EAGLE 3.1, each with the figures of a lab run and whether it holds there."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from fledge.drift.results import (
 )
 
 HOLDS, WEAKLY, NOT = "holds", "in direction only", "does not show here"
-FAR = 0.5  # relative change of a share of attention that is of the order that was published
-LESS = 0.8  # of one drafter's change that another's must lie below to count as less
-MILD = 1.5  # growth of the fed-back state from step 1 to step 8 that is only mild
-MOVED = 0.1  # change of an attention share, relative to its size at step 1, from which it counts as moving
+FAR = 0.5  # relative change of an attention share that is comparable to the published change
+LESS = 0.8  # a drafter's change counts as less than another's below this fraction of it
+MILD = 1.5  # growth of the fed-back state from step 1 to step 8 up to which it is mild
+MOVED = 0.1  # relative change of an attention share, against step 1, from which it counts as a change
 
 
 @dataclass(frozen=True)
 class Claim:
+    """A published claim, its figures here, and the verdict."""
+
     what: str
     published: str  # the drift paper's figures, Llama 3.1 8B unless said otherwise
     here: str
@@ -33,7 +35,7 @@ class Claim:
 
 
 def claims(figures: dict[str, Any], old: str, new: str) -> list[Claim]:
-    """`old`, `new`: the drafters to compare, EAGLE 3 (the first of the run) and 3.1."""
+    """All claims with their verdicts. `old`, `new`: the drafters to compare, EAGLE 3 (the first of the run) and 3.1."""
     before, after = figures["probes"][old], figures["probes"][new]
     found = [
         _size(before, after),
@@ -55,7 +57,7 @@ def _size(before: dict[str, Any], after: dict[str, Any]) -> Claim:
     errors = [one.get("rms_change_error") for one in (before, after)]
     shown = " / ".join(f"{ratio:.2f}{_spread(error)}×" for ratio, error in zip((old, new), errors, strict=True))
     return Claim(
-        f"The fed-back state of EAGLE 3 grows, that of 3.1 keeps its size (RMS, step {step} over step 1)",
+        f"The fed-back state of EAGLE 3 grows, and that of 3.1 keeps its size (RMS at step {step} over step 1)",
         "3.6× / 0.99×",
         shown,
         verdict,
@@ -63,11 +65,11 @@ def _size(before: dict[str, Any], after: dict[str, Any]) -> Claim:
 
 
 def _share(name: str, what: str, published: str, before: dict[str, Any], after: dict[str, Any], sign: int) -> Claim:
-    """By the change relative to the share at step 1: what is small cannot fall by much."""
+    """A claim about an attention share, judged by its change relative to step 1: a small share cannot fall by much."""
     changes = [share_change(one, name) for one in (before, after)]
     old, new = (sign * change for _, _, change in changes)
     errors = [one.get(f"{name}_change_error") for one in (before, after)]
-    # Unpaired, which is on the safe side: both are over the same texts.
+    # Errors are combined as if unpaired, which is conservative: both are over the same texts.
     sure = None in errors or old - new > CLEARLY * sum(error**2 for error in errors) ** 0.5
     if old >= FAR and new <= old / 2 and sure:
         verdict = HOLDS
@@ -81,7 +83,7 @@ def _share(name: str, what: str, published: str, before: dict[str, Any], after: 
     )
     step = before["drift_step"]
     return Claim(
-        f"With depth the attention of EAGLE 3 {what}, that of 3.1 does not (share at step 1 → step {step})",
+        f"With depth the attention of EAGLE 3 {what}, and that of 3.1 does not (share at step 1 → step {step})",
         published,
         shown,
         verdict,
@@ -93,7 +95,7 @@ def _spread(error: float | None, *, percent: bool = False) -> str:
 
 
 def _better(what: str, published: str, condition: dict[str, Any], old: str, new: str, depth: int, strong: float) -> Claim:
-    """Accepted drafts a step of `new` over `old`, on the same answers (the bonus token left out, as the paper counts)."""
+    """A claim on accepted drafts per step, `new` over `old` on the same answers (without the bonus token, as in the paper)."""
     lengths = [condition["drafters"][name]["acceptance_length"][depth] - 1 for name in (old, new)]
     counts = paired(condition, [new, old])
     if counts is None:  # older figures
@@ -116,8 +118,8 @@ def _templates(figures: dict[str, Any], old: str, new: str) -> Claim | None:
     if condition is None:
         return None
     trained = [trained_on(one.get("trained") or {}) for one in figures["drafters"] if one["name"] in (old, new)]
-    met = "; both were trained on some bare text" if all("no template" in names for names in trained) else ""
-    what = f"Without a chat template 3.1 accepts far more than 3 (drafts accepted a step{met})"
+    met = "; both were trained on some text without a template" if all("no template" in names for names in trained) else ""
+    what = f"Without a chat template 3.1 accepts far more than 3 (drafts accepted per step{met})"
     return _better(what, "1.69 / 2.61, 1.54×", condition, old, new, shown_depth(suite["depths"]), 1.25)
 
 
@@ -129,12 +131,15 @@ def _contexts(figures: dict[str, Any], old: str, new: str) -> Claim | None:
     windows = [one["config"]["window"] for one in figures["drafters"] if one["name"] in (old, new)]
     published = ".05 / .83 (full attention)" if None in windows else "2.43 / 2.97, 1.22× (sliding window)"
     seen = "" if None in windows else f"; the drafters attend to the last {' / '.join(map(str, dict.fromkeys(windows)))} tokens"
-    what = f"In a long context ({longest['name']}) 3.1 accepts more, up to twice as much (drafts accepted a step{seen})"
+    what = f"In a long context ({longest['name']}) 3.1 accepts more, up to twice as much (drafts accepted per step{seen})"
     return _better(what, published, longest, old, new, shown_depth(suite["depths"]), 1.1 if None not in windows else 1.5)
 
 
 def _depth(figures: dict[str, Any], old: str, new: str) -> Claim | None:
-    """By rows that are right up to the last step, out of all: the rows still right so far are others for each drafter."""
+    """The claim about depth, judged by the fraction of all rows that are right up to the last step.
+
+    Rates among rows that are still right cannot be compared: these rows differ between drafters.
+    """
     probes, suite = [figures["probes"][name] for name in (old, new)], suite_of(figures, "depth")
     deepest = min(map(deepest_joint, probes))
     if suite is None or deepest < 2 or deepest not in suite["depths"]:
@@ -150,7 +155,7 @@ def _depth(figures: dict[str, Any], old: str, new: str) -> Claim | None:
     trained = sorted({one["trained"].get("ttt_steps") for one in figures["drafters"] if one["name"] in (old, new)} - {None})
     steps = f", trained with {' or '.join(map(str, trained))} steps" if trained else ""
     return Claim(
-        f"Drafting past the trained depth, 3.1 goes on being right where 3 is not (rows whose drafts are all right up to step "
+        f"Past the trained depth, drafts of 3.1 stay right where those of 3 do not (rows whose drafts are all right up to step "
         f"{deepest}{steps})",
         "acceptance at step 16: .00 / .53, trained with 2 steps",
         f"{rates[0]:.3f} / {rates[1]:.3f}, {ratio:.2f}× ({rows} rows); acceptance length at depth {deepest} "
@@ -160,7 +165,7 @@ def _depth(figures: dict[str, Any], old: str, new: str) -> Claim | None:
 
 
 def _calm_depth(probes: list[dict[str, Any]], deepest: int) -> str:
-    """Loops are what is right for longest: the same without them, as far as it is known."""
+    """The same figures without looping answers, if they are known: loops stay right longest."""
     if not any(one["looping_texts"] for one in probes):
         return ""
     rates = [(one.get("joint_acceptance_not_looping") or [None] * deepest)[deepest - 1] for one in probes]
@@ -194,7 +199,7 @@ def _noise(figures: dict[str, Any], old: str, new: str) -> Claim | None:
     if sure:
         verdict = HOLDS if shares[0].value < 0.5 <= shares[1].value else WEAKLY
     return Claim(
-        "Noise of half its size on the state costs 3 nearly all accepted drafts and 3.1 less than half",
+        "Noise of half the state's size costs EAGLE 3 nearly all accepted drafts, and 3.1 less than half",
         "5 % / 58 % kept",
         f"{' / '.join(percent(*share) for share in shares)} kept, {100 * more.value:.0f}"
         f"{'' if more.error is None else f' ± {100 * more.error:.0f}'} points more (depth {shown_depth(suite['depths'])})",
@@ -203,7 +208,7 @@ def _noise(figures: dict[str, Any], old: str, new: str) -> Claim | None:
 
 
 def lowest_length(figures: dict[str, Any], name: str) -> str:
-    """The context length at which least is kept, loops left out: the longest need not be the hardest."""
+    """The context length with the lowest retention, without loops: it need not be the longest one."""
     suite = suite_of(figures, "context length")
     others = suite["conditions"][1:] if suite else []
     shares = {one["name"]: retention(one, name, shown_depth(suite["depths"])) for one in others}
@@ -216,7 +221,7 @@ def lowest_length(figures: dict[str, Any], name: str) -> str:
 
 
 def right_rows(probes: dict[str, Any], step: int) -> tuple[int, int]:
-    """How many rows are right up to a step, and of how many: the same rows whatever the drafter."""
+    """The number of rows that are right up to a step, and the number of rows, which is the same for all drafters."""
     joint = probes["joint_acceptance"][step - 1]
     if "rows_inside" in probes:
         rows = probes["rows_inside"][step - 1]
@@ -226,5 +231,5 @@ def right_rows(probes: dict[str, Any], step: int) -> tuple[int, int]:
 
 
 def deepest_joint(probes: dict[str, Any]) -> int:
-    """The last step that some row reaches."""
+    """The last step that any row reaches."""
     return sum(value is not None for value in probes.get("joint_acceptance") or [])

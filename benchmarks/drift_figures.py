@@ -1,4 +1,4 @@
-"""Figures of a lab run that the study's sentences need: ratios and differences of accepted drafts, over the same texts."""
+"""Computes the figures in the drift study's text: ratios and differences of accepted drafts over the same texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def condition_of(suite: dict[str, Any] | None, name: str) -> dict[str, Any] | No
 
 
 def counts_of(condition: dict[str, Any], drafter: str) -> dict[str, Count]:
-    """By text, at the depth that sentences speak of."""
+    """A drafter's counts by text, at the depth that the page's text uses."""
     return {text: Count(*count) for text, count in condition["drafters"][drafter]["counts"].items()}
 
 
@@ -27,7 +27,7 @@ def paired(condition: dict[str, Any], drafters: list[str]) -> list[list[Count]]:
 
 
 def ratio_over(figures: dict[str, Any], suite: str, name: str, base: str) -> Estimate | None:
-    """Over all conditions of a suite, question by question; None: there is no such suite."""
+    """The ratio of two drafters' acceptance lengths over all conditions of a suite, paired by question; None: no such suite."""
     found = suite_of(figures, suite)
     if not found or not found["conditions"]:
         return None
@@ -37,18 +37,18 @@ def ratio_over(figures: dict[str, Any], suite: str, name: str, base: str) -> Est
 
 
 def accepted_ratio(counts: Sequence[Count], base: Sequence[Count]) -> Estimate:
-    """As `length_ratio`, of accepted drafts a step: without the token that the target adds to each, as the paper counts."""
+    """The ratio of accepted drafts per step, without the target's own token, as in the paper."""
     ratio, influence = _accepted_ratio(counts, base)
     return Estimate(ratio, standard_error(influence))
 
 
-Pair = tuple[Sequence[Count], Sequence[Count]]  # under a condition, and under its baseline
+Pair = tuple[Sequence[Count], Sequence[Count]]  # counts under a condition, and under its baseline
 
 
 def retention_difference(one: Pair, other: Pair) -> Estimate:
-    """How much more of its accepted drafts one drafter keeps than another, over the same texts."""
+    """The difference between the fractions of accepted drafts that two drafters keep, over the same texts."""
     (mine, a), (theirs, b) = _accepted_ratio(*one), _accepted_ratio(*other)
-    if not a or not b:  # one of them accepts nothing to keep
+    if not a or not b:  # one of them accepts no drafts under the baseline
         return Estimate(mine - theirs, None)
     return Estimate(mine - theirs, standard_error([x - y for x, y in zip(a, b, strict=True)]))
 

@@ -1,4 +1,4 @@
-"""The drift study as a page: tables and pictures, all made from the figures of one lab run."""
+"""Writes the page of the drift study: tables and plots, all made from the figures of one lab run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fledge.drift.report import suite_notes
 from fledge.drift.results import ENOUGH_PAIRS, plus_minus, retention, shown_depth, verdict_table
 from fledge.files import write_atomically
 
-# Dictionaries by draft depth, whose keys JSON turns into text.
+# Keys of dictionaries by draft depth, whose keys JSON turns into strings.
 BY_DEPTH = {
     *("acceptance_length", "standard_error", "acceptance_length_macro", "acceptance_length_not_looping"),
     *("standard_error_not_looping", "steps"),
@@ -30,12 +30,12 @@ PICTURED = ("templates", "system prompts", "context length", "noise", "depth")
 
 @dataclass
 class Ablation:
-    """Another lab run, over drafters that were trained to differ in one thing each."""
+    """Another lab run, over drafters that were trained to differ in one setting each."""
 
     figures: dict[str, Any]
     source: str  # the file's name
     about_training: str
-    conclusions: str = ""  # what was done about it
+    conclusions: str = ""  # what follows for the recipe
 
 
 def write_study(
@@ -46,7 +46,7 @@ def write_study(
     about_training: str = "",
     apart: Ablation | None = None,
 ) -> Path:
-    """`about_training`: how alike the drafters were trained, where the figures do not say. `apart`: what each fix does."""
+    """Writes the page and its plots. `about_training`: how the drafters were trained. `apart`: the ablation of the fixes."""
     figures = with_todays_names(with_depths(figures))
     pictures = {"by-step": plots.plot_by_step(figures)}
     for suite in figures["suites"]:
@@ -62,7 +62,7 @@ def write_study(
 
 
 def with_depths(value: Any, name: str = "") -> Any:
-    """As before it was JSON: depths are numbers."""
+    """The figures as before they became JSON: depths are numbers again."""
     if isinstance(value, list):
         return [with_depths(one) for one in value]
     if not isinstance(value, dict):
@@ -73,7 +73,7 @@ def with_depths(value: Any, name: str = "") -> Any:
 
 
 def with_todays_names(figures: dict[str, Any]) -> dict[str, Any]:
-    """Older figures call the lack of a system prompt "none" and name the folder that texts came from."""
+    """Updates older figures, which call a missing system prompt "none" and contain the name of the texts' folder."""
     suites = []
     for suite in figures["suites"]:
         suite = {
@@ -92,7 +92,7 @@ def study(figures: dict[str, Any], source: str, images: str, about_training: str
     old = names[0]
     new = next((one["name"] for one in figures["drafters"][1:] if one["version"] == "3.1"), names[-1])
     parts = ["# The drift study", _opening(figures, source), "## The drafters", _drafters(figures), about_training]
-    parts += ["## How far the figures carry", _limits(figures)]
+    parts += ["## Limits of these figures", _limits(figures)]
     if len(names) > 1:
         parts += ["## What was claimed, and what we find", _claims(figures, old, new)]
     parts += ["## What a robust drafter must show", _checks(figures, names)]
@@ -101,9 +101,9 @@ def study(figures: dict[str, Any], source: str, images: str, about_training: str
     parts += ablation(figures, table) + comparisons(figures, table) if apart is None else _apart(apart, images)
     parts.append("## Under stress")
     parts.append(
-        "Acceptance length (1 + accepted / steps) with its standard error over answers; in brackets what is left of the "
-        "baseline, question by question. Then the same over questions where neither answer loops (how many), and drafters over "
-        f"one another on the same answers. No error is given below {ENOUGH_PAIRS} answers or pairs."
+        "Acceptance length (1 + accepted / steps) with its standard error over answers; in brackets how much of the baseline's "
+        "is kept, paired by question. Then the same over questions where neither answer loops (and how many these are), and "
+        f"ratios of drafters on the same answers. No error is given below {ENOUGH_PAIRS} answers or pairs."
     )
     for suite in figures["suites"]:
         parts.append(f"### {suite['name'].capitalize()}")
@@ -119,7 +119,7 @@ def study(figures: dict[str, Any], source: str, images: str, about_training: str
 
 
 def _apart(apart: Ablation, images: str) -> list[str]:
-    """The ablation from a run of its own."""
+    """The sections on the ablation, from its own lab run."""
     figures = apart.figures
     title, *fixes = ablation(figures, table)
     told = (
@@ -137,8 +137,8 @@ def _opening(figures: dict[str, Any], source: str) -> str:
     kinds = " against ".join(sorted({one["version"] for one in figures["drafters"]}))
     probed = next(iter(figures["probes"].values()))["texts"]
     about = (
-        f"EAGLE {kinds} on {figures['model']}: how the drafters' states and attention move with draft depth, and what is left "
-        "of their acceptance under other templates, system prompts, context lengths, temperatures and noise. "
+        f"EAGLE {kinds} on {figures['model']}: how the drafters' states and attention change with draft depth, and how much "
+        "acceptance they keep under other templates, system prompts, context lengths, temperatures and noise. "
         "[`drift-lab.md`](drift-lab.md) has the definitions."
     )
     measured = (
@@ -174,20 +174,21 @@ def _drafters(figures: dict[str, Any]) -> str:
 
 
 def _limits(figures: dict[str, Any]) -> str:
-    """What a standard error on this page covers, and what not."""
+    """The list of what the page's standard errors cover and do not cover."""
     settings, suites = figures["settings"], {suite["name"] for suite in figures["suites"]}
     lines = [
-        "One training of each drafter: errors are over texts. How far two trainings by one recipe lie apart is not in them.",
-        "Conditions of a suite (but for domains) ask the same questions; taken together, a question counts as one sample.",
+        "Each drafter was trained once: errors are over texts and do not include the difference between two trainings by one "
+        "recipe.",
+        "The conditions of a suite (except domains) have the same questions; over all conditions, a question is one sample.",
     ]
     if "context length" in suites:
         lines.append(
-            f"Context lengths: {settings['documents']} documents times {settings['questions']} questions are taken as so many "
-            "independent pairs, which they are not quite; errors there are too small rather than too large."
+            f"Context lengths: {settings['documents']} documents times {settings['questions']} questions are treated as "
+            "independent pairs, although questions share documents; errors there are rather too small."
         )
     lines.append(
-        "Loops are easy to draft, and this target loops often. Where enough pairs are free of loops the figure without them is "
-        "given too, and counts."
+        "Loops are easy to draft, and this target loops often. If enough pairs have no loops, the figure without them is also "
+        "given, and is the one that counts."
     )
     if not any("sink_share_change_error" in one for one in figures["probes"].values()):
         lines.append("These figures have no standard errors for sizes of states and shares of attention.")
@@ -210,7 +211,8 @@ def _checks(figures: dict[str, Any], names: Sequence[str]) -> str:
     head, rows = verdict_table(figures)
     rows.append(["lowest at any length, without loops", "–", *(lowest_length(figures, name) for name in names)])
     close = (
-        "The mark goes by the figure itself, the lower one where there are two; (close): less than two standard errors from it."
+        "The mark depends on the figure alone, on the lower one if there are two; (close): less than two standard errors "
+        "from the limit."
     )
     return table(head, rows) + f"\n\n{close}"
 
@@ -223,10 +225,10 @@ def _by_step(figures: dict[str, Any], names: Sequence[str]) -> str:
         ("prompt_share", "share on the rest of the prompt"),
         ("entropy", "entropy, nats"),
         ("cosine", "cosine of the fed-back with the fused target state"),
-        ("cosine_hidden", "cosine of what the heads read"),
+        ("cosine_hidden", "cosine of the heads' inputs"),
         ("accuracy", "right drafts"),
-        ("joint_acceptance", "right up to here"),
-        ("rows_on_path", "rows right before"),
+        ("joint_acceptance", "right up to this step"),
+        ("rows_on_path", "rows right before this step"),
     )
     deepest = max(len(figures["probes"][name]["rms"]) for name in names)
     steps = [step for step in STEPS if step <= deepest]
@@ -242,8 +244,8 @@ def _by_step(figures: dict[str, Any], names: Sequence[str]) -> str:
         f"{sink['share']:.0%} of all attention, where uniform attention would give {sink['uniform']:.1%}."
     )
     which = (
-        "Sizes and shares are means over all rows, right drafts over those whose text reaches so far: the same for every "
-        "drafter. Cosines are over rows whose drafts were right before, which differ from drafter to drafter."
+        "Sizes and shares are means over all rows, right drafts over the rows whose text is long enough: the same rows for "
+        "every drafter. Cosines are over rows whose earlier drafts were right, which differ between drafters."
     )
     return f"{found} {which}\n\n" + table(["at step", "", *map(str, steps)], rows)
 

@@ -1,4 +1,4 @@
-"""What the functions that write figures share: result files, number formats, tables, and the list of blocks."""
+"""Shared by the functions that write figures: result files, number formats, tables, and the list of blocks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def number(value: float, digits: int | None = None) -> str:
-    """100 and more without decimals, less with as many as tell two runs apart."""
+    """The number as text: no decimals from 20 on, one from 10 on, otherwise two."""
     if digits is None:
         digits = 0 if abs(value) >= 20 else 1 if abs(value) >= 10 else 2
     return f"{value:,.{digits}f}"
@@ -63,7 +63,7 @@ def megabytes(value: float) -> str:
 
 
 def source(*names: str) -> str:
-    """Where the figures are, relative to `benchmarks/README.md`; other pages use `cite`."""
+    """Links to result files, relative to `benchmarks/README.md`."""
     return ", ".join(f"[`{name}.json`](results/{name}.json)" for name in names)
 
 
@@ -73,7 +73,7 @@ def origin(result: dict[str, Any]) -> str:
 
 
 def gpu_speeds() -> tuple[dict[str, float], dict[str, float]]:
-    """Tokens/s per user by users, without and with the drafter, of the kernels that are in the tree."""
+    """Tokens/s per user by number of users, without and with the drafter, measured with the current exact kernels."""
     speed = load("exact-h200")["speed, end tokens ignored"]
     plain = {users: run["tokens_per_s_per_user"] for users, run in speed["plain"].items()}
     spec = speed["spec (copied from the printed output)"]

@@ -1,4 +1,4 @@
-"""Pictures of measured figures as SVG text: the demo's terminal (animated) and the speed chart. `figures.py` writes them."""
+"""Draws measured figures as SVG: the demo's terminal (animated), the speed and the drift chart; `figures.py` writes them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from html import escape
 
 from benchmarks.figure_blocks import gpu_speeds, load, number, times
 
-SLOWED = 4  # the demo's answers last about a second: too fast to be seen
-COLUMNS, LINE, GLYPH = 54, 17, 7.25  # of a pane: characters a line, pixels a line, pixels a character
+SLOWED = 4  # the demo's answers take about a second, which is too fast to see
+COLUMNS, LINE, GLYPH = 54, 17, 7.25  # in a pane: characters per line, pixels per line, pixels per character
 MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 SANS = "system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 
@@ -20,7 +20,7 @@ def wrapped(text: str, most: int) -> list[str]:
 
 
 def pane(left: float, top: float, title: str, lines: Sequence[str], seconds: float, cycle: float, colour: str) -> list[str]:
-    """A title, and lines that appear one after the other within `seconds`, again in every cycle."""
+    """A title, and lines that appear one after the other within `seconds`; the animation repeats every `cycle` seconds."""
     parts = [f'<text x="{left}" y="{top}" fill="{colour}" font-weight="bold">{escape(title)}</text>']
     characters = sum(len(line) for line in lines) or 1
     before, start = 0, 0.3
@@ -48,7 +48,7 @@ def appears(text: str, x: float, y: float, at: float, cycle: float, colour: str)
 
 
 def demo() -> str:
-    """One prompt of the demo, without and with the drafter, at the measured speeds; below, the demo's own summary."""
+    """One prompt of the demo, without and with the drafter, at the measured speeds; below it the demo's summary."""
     found = load("demo-cpu")
     prompt, summary = found["prompts"][0], found["summary"]
     lines = wrapped(prompt["text"], 18)
@@ -79,7 +79,7 @@ def demo() -> str:
 
 
 def bars(left: float, width: float, title: str, rows: Sequence[tuple[str, float, str]]) -> list[str]:
-    """Horizontal bars, each with its label before and its figure behind it."""
+    """Horizontal bars, each with its label on the left and its figure on the right."""
     most, label = max(value for _, value, _ in rows), 150
     parts = [f'<text x="{left}" y="28" class="title">{escape(title)}</text>']
     for index, (name, value, kind) in enumerate(rows):
@@ -91,7 +91,7 @@ def bars(left: float, width: float, title: str, rows: Sequence[tuple[str, float,
 
 
 def speed() -> str:
-    """Tokens/s of one user: on a CPU beside llama.cpp, on a GPU beside vLLM for 1 and 16 users."""
+    """Tokens/s per user: on a CPU compared with llama.cpp, on a GPU with vLLM for 1 and 16 users."""
     rows = load("cpu-vs-llamacpp-smollm2-135m")["rows"]
     cpu = [
         ("llama.cpp", rows["llama.cpp"]["tokens_per_second"], "other"),
@@ -121,7 +121,7 @@ def speed() -> str:
 
 
 def lines(left: float, title: str, series: dict[str, list[float]], top: float) -> list[str]:
-    """A line for each drafter over draft steps, from 0 to `top`."""
+    """A line chart: one line per drafter over draft steps, from 0 to `top`."""
     width, height, base = 330, 170, 220
     parts = [f'<text x="{left}" y="26" class="title">{escape(title)}</text>']
     parts.append(f'<path d="M{left + 40} 50 V{base} H{left + 40 + width}" class="axis"/>')
@@ -142,7 +142,7 @@ def lines(left: float, title: str, series: dict[str, list[float]], top: float) -
 
 
 def drift() -> str:
-    """How the fed-back state and the attention on the drafter's own tokens move with the draft step, measured."""
+    """The measured size of the fed-back state and attention on the drafter's own tokens, by draft step."""
     probes = load("drift-h200")["probes"]
     size = {name: [value / found["rms"][0] for value in found["rms"]] for name, found in probes.items()}
     own = {name: found["own_share"] for name, found in probes.items()}

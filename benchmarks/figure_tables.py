@@ -1,4 +1,4 @@
-"""Figures of the README, of CPUs, acceptance and the server: each a function from result files to Markdown."""
+"""Figures for the README, CPUs, acceptance and the server: each function makes Markdown from result files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def serving(name: str, users: int) -> dict[str, Any]:
 
 @figures("results")
 def results() -> str:
-    """On a CPU after the first token, as `fledge bench` counts; of the GPU runs only the whole run's speed was kept."""
+    """CPU rows count tokens after the first, as `fledge bench` does; GPU rows the whole run, since only that was recorded."""
     cpu, vllm = load("cpu-vs-llamacpp-smollm2-135m")["rows"], load("gpu-h200")["vllm_earlier"]
     plain, drafted = gpu_speeds()
     both = [serving(f"{engine} float32, {how}", 1) for engine in ("vLLM", "Fledge") for how in ("plain", "EAGLE 3.1")]
@@ -300,7 +300,7 @@ def conform() -> str:
 
 @figures("conform-vllm")
 def conform_vllm() -> str:
-    """The grid of a conformance run: a row a scenario, a column a check."""
+    """The table of a conformance run: one row per scenario, one column per check."""
     found = load("conform-vllm")
     checks = ("valid", "streamed = whole", "again = first", "under load = alone", "with = without")
     marks = {"pass": "✓", "fail": "✗", "not supported": "–"}
@@ -319,7 +319,7 @@ def conform_vllm() -> str:
 
 
 def doctor(name: str) -> str:
-    """What `fledge doctor` prints: the drafter unchanged and repaired, and the verdict."""
+    """The output of `fledge doctor`: the drafter unchanged and repaired, and the verdict."""
     run = load("doctor-examples")["runs"][name]
     tried = [(words, run[words]) for words in ("unchanged", "repaired") if run[words]]
     rows = [[words, f"{trial['accepted']:.2f}", percent(trial["first"], 1)] for words, trial in tried]
@@ -342,7 +342,7 @@ def doctor_off_by_one() -> str:
 
 @figures("limits")
 def limits() -> str:
-    """Nothing measured: the server's limits, which are read where the page is, not in the built site alone."""
+    """The server's limits (not measured). Written into the page, because it is also read outside the built site."""
     sys.path.insert(0, str(ROOT / "docs"))
     import references
 
@@ -350,7 +350,7 @@ def limits() -> str:
 
 
 def flag_table(engine: str, flags: dict[str, str]) -> str:
-    """Nothing measured: another engine's flags and what they are here, from the table that the error messages use."""
+    """Another engine's flags and Fledge's equivalents (not measured), from the table that the error messages use."""
     names: dict[str, list[str]] = {}
     for name, here in flags.items():
         names.setdefault(re.sub(r"(?<![\w-])(--[a-z][\w-]+(?: vllm| cuda)?)", r"`\1`", here), []).append(f"`{name}`")
@@ -367,7 +367,7 @@ EARLIER = {"engine": (34, 4364), "speculation": (11, 1000), "models": (5, 498), 
 
 @figures("lines")
 def lines() -> str:
-    """Nothing measured: the size of folders. Lines in hundreds, so that few commits change the table."""
+    """The size of folders (not measured). Lines are rounded to hundreds, so that few commits change the table."""
     rows: list[list[object]] = []
     for folder, before in EARLIER.items():
         files = [path for path in (ROOT / "fledge" / folder).rglob("*") if path.suffix in (".py", ".c", ".h")]

@@ -1,4 +1,4 @@
-"""Figures of GPUs and training: each a function from result files to Markdown."""
+"""Figures for GPUs and training: each function makes Markdown from result files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def gpu_steps() -> str:
 @figures("gpu-linears")
 def gpu_linears() -> str:
     layers = {(one["model"], one["rows"]): one for one in load("linears-h200")["layers"]}
-    for rows in (16, 64):  # have other forms since, chosen by the time of a step
+    for rows in (16, 64):  # their forms were chosen again later, by the time of a step
         del layers["135m", rows]
     rows = []
     for count in sorted({count for _, count in layers}):
@@ -87,11 +87,11 @@ def serving_gpu() -> str:
     waits = " / ".join(f"{one['next']:.0f}" for one in busy["longest_waits_ms"])
     speeds = " / ".join(f"{one:,.0f}" for one in busy["rounds"])
     note = (
-        f"HumanEval prompts, {settings['tokens']} tokens an answer, medians of {settings['rounds']} rounds; vLLM: one of\n"
-        "two requests a user, 16 at least. The engine alone runs in a process of its own, and runs differ by some\n"
-        f"percent. At 64 users the rounds gave {speeds} tokens/s, and the longest pause of a stream was\n"
-        f"{waits} ms: prefills were recorded at their second use. They are recorded when the server is quiet since;\n"
-        "not measured again."
+        f"HumanEval prompts, {settings['tokens']} tokens per answer, medians of {settings['rounds']} rounds. vLLM: one round\n"
+        "with two requests per user, at least 16. The engine alone runs in its own process; runs differ by a few percent.\n"
+        f"At 64 users the rounds gave {speeds} tokens/s, and the longest pauses of a stream were {waits} ms,\n"
+        "because prefill graphs were captured at their second use. Since then they are captured while the server is\n"
+        "idle; this was not measured again."
     )
     return f"{table(titles, rows)}\n\n{note}"
 

@@ -3,9 +3,9 @@
     python -m benchmarks.figures            # rewrites the blocks and the pictures (`make figures`)
     python -m benchmarks.figures --check    # changes nothing; exit code 1 if something would change
 
-A block of a page is `<!-- figures:NAME -->` … `<!-- /figures -->`; NAME is a function of `figure_tables*.py`. On one line it
-is text within a sentence. Pictures are functions of `figure_pictures.py`. Nobody writes a measured figure by hand, so two pages
-cannot give two figures for one run; `tests/test_figures.py` looks for those that somebody did write.
+A block of a page is `<!-- figures:NAME -->` … `<!-- /figures -->`; NAME is registered in `figure_tables*.py`. A block on one
+line is text within a sentence. Pictures are functions of `figure_pictures.py`. No measured figure is written by hand, so two
+pages cannot give different figures for one run; `tests/test_figures.py` finds figures that were written by hand.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ BLOCK = re.compile(r"(<!-- figures:([\w.-]+) -->)(.*?)(<!-- /figures -->)", re.D
 
 
 def pages() -> list[Path]:
-    """What people read: the README, the documents, and the figures' own page."""
+    """All pages that may have figures: the README, the docs, and `benchmarks/README.md`."""
     return [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def filled(text: str) -> str:
-    """The page with every block written anew."""
+    """The page's text with every block rewritten."""
 
     def fill(match: re.Match[str]) -> str:
         start, name, old, end = match.groups()
@@ -39,7 +39,7 @@ def filled(text: str) -> str:
 
 
 def outputs() -> Iterator[tuple[Path, str]]:
-    """Each file with what it should hold."""
+    """Yields each file and the content it should have."""
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if BLOCK.search(text):

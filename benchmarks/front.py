@@ -1,10 +1,10 @@
-"""What the server's HTTP processes can do, without a model: a stub in the engine's place sends tokens at a fixed pace.
+"""Measures the throughput of the server's HTTP processes without a model: a stub engine sends tokens at a fixed rate.
 
     python -m benchmarks.front --users 64 --cycle-us 2000 --tokens-a-cycle 3 --workers 2
 
-Prints the tokens/s that the stub gave and the client got, how many tokens an event carried (more than a cycle's: the front was
-behind and merged), TTFT, and the CPU time of each part: `front us an event` is what an event costs an HTTP process, and
-`tokens/s a core` what one of them could deliver.
+Prints the tokens/s that the stub sent and the client received, tokens per event (more than a cycle's tokens if the HTTP process
+was behind and merged outputs), TTFT, and the CPU time of each part: `front us an event` is the cost of one event in an HTTP
+process, and `tokens/s a core` the throughput of one such process.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from fledge.serving.server import bind
 
 
 class Stub:
-    """The engine's side of the protocol: each request gets `tokens` tokens a cycle."""
+    """A stub engine: each request gets `tokens` tokens per cycle."""
 
     def __init__(self, connections: Sequence[socket.socket], tokenizer: str, cycle: float, tokens: int) -> None:
         self.fronts: list[Channel[Any]] = [Channel(connection, ToEngine) for connection in connections]
         self.cycle, self.tokens = cycle, tokens
-        self.running: dict[tuple[int, int], int] = {}  # by front and call: tokens to come
+        self.running: dict[tuple[int, int], int] = {}  # (HTTP process, call) -> tokens left
         chance = random.Random(0)
         self.text = [chance.randrange(1000, 40_000) for _ in range(1 << 14)]
         for front in self.fronts:
@@ -114,8 +114,8 @@ def main() -> None:
     parser.add_argument("--cycle-us", type=float, default=2000)
     parser.add_argument("--tokens-a-cycle", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--processes", type=int, default=0, help="of the client")
-    parser.add_argument("--model", default="smollm2-135m", help="for its tokenizer")
+    parser.add_argument("--processes", type=int, default=0, help="client processes; 0: by users and cores")
+    parser.add_argument("--model", default="smollm2-135m", help="the model whose tokenizer is used")
     args = parser.parse_args()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -155,7 +155,7 @@ async def measure(args: argparse.Namespace, url: str, fronts: list[int], stub: i
     ]
     processes = args.processes or default_processes(args.users)
     settings = LoadSettings(url, max_tokens=args.answer_tokens, processes=processes)
-    await run_level(settings, prompts[: args.users], args.users)  # first requests compile templates
+    await run_level(settings, prompts[: args.users], args.users)  # warm-up: first requests compile templates
     before = [cpu_seconds(pid) for pid in (*fronts, stub)]
     children = psutil.Process().cpu_times()
     report = await run_level(settings, prompts, args.users)

@@ -1,44 +1,43 @@
-"""The engine on a GPU: is it right, how fast is it, and where do the microseconds go.
+"""Measures the engine on a GPU: whether its answers are right, how fast it is, and where the time goes.
 
     python benchmarks/gpu.py --model FOLDER --drafter FOLDER --prompts humaneval.jsonl --json results.json
     python benchmarks/gpu.py --shape 1.5b,8b --vllm-site FOLDER --json results.json
     python benchmarks/gpu.py --shape 30b-a3b,8b,8b-fp8,8b-int4 --concurrency 1,4,16,64 --vllm-site FOLDER --json results.json
 
 The second form makes models of published shapes (135m, 0.5b, 1.5b, 8b, 14b, 32b; 30b-a3b: Qwen3's experts; 8b-fp8 and 8b-int4:
-layers as of an FP8 and of an AWQ checkpoint) with random weights on the device, and has stages of its own (`gpu_sizes.py`);
-those of the first form that need no text can be named too:
-  steps      plain steps and cycles by rows, beside the same on cuBLAS and the least time that the device could take
-  prefill    16 prompts of 1,900 tokens: tokens/s
+layers as in an FP8 and an AWQ checkpoint) with random weights on the device. It has its own stages (`gpu_sizes.py`), and also
+takes stages of the first form that need no text:
+  steps      times of plain steps and cycles by rows, the same on cuBLAS, and the least time the device could take
+  prefill    tokens/s for 16 prompts of 1,900 tokens
   loop       closed loop of plain decoding
-  vllm       the same of vLLM with dummy weights; `--vllm-site`: the folder it was unpacked to
-  start      from a new process to a ready engine, with and without compiled kernels
+  vllm       the same with vLLM and dummy weights; `--vllm-site`: the folder it was unpacked to
+  start      time from a new process to a ready engine, with and without compiled kernels
   fit        whether it starts with default settings in `--memory-gib`
 
 Stages (`--stages checks,attention,…`), each measured warm, as medians of `--rounds`:
-  checks     captured steps equal the same steps run eagerly; answers are the plain network's, and speculative ones the plain
-             ones, up to ties: where they part, the gap between the network's two best logits is shown
+  checks     captured steps equal the same steps run eagerly; answers equal the plain network's, and speculative ones the plain
+             ones, up to ties: where they differ, the gap between the network's logits of the two tokens is shown
   identity   `--identity-prompts` prompts, greedy and seeded: plain and speculative, alone, in a batch of 64, under changing
              load, with prefix reuse and chunked; how many answers equal those of plain decoding alone (also with --shape)
   attention  one layer's attention by batch, context and number of new tokens
-  plain      without speculation by concurrency: tokens/s over all (prompts included) and while answering, step time
+  plain      without speculation by concurrency: tokens/s overall (prompts included) and while answering, step time
   spec       the same with speculation, by depth: acceptance length AL, speed-up S over plain, overhead o = AL / S - 1; the
-             depth that was fastest, and how fast the engine is when it chooses itself
-  guard      what it costs to look at drafts for the drift guard, sixteen times as often as a server does
-  settings   step times with one setting changed: how attention begins, how far kernels overlap, how much memory is shared
-  parts      step times with one part left out: attention, the head, all but the linears; what each part costs inside a step
+             fastest depth, and the speed when the engine chooses the depth itself
+  guard      the cost of the drift guard's probes, run sixteen times as often as in a server
+  settings   step times with one setting changed: attention's launch configuration, overlap of kernels, choice of linears
+  parts      step times with one part left out (attention, MLP, the head): what each part costs inside a step
   modes      int8, int4 and FP8 against bf16: speed, agreement, answers that do not depend on the batch
   offline    throughput of `--queued` requests
-  options    tokens/s with each sampling option against the same requests without it, at 1 and 16 users; 16 users who each ask
-             for another option; cycle times of every drafting method
-  long       131,072 tokens: the model with its rotary embedding stretched (YaRN); time of the prompt, time a token by context,
-             memory against the formula
+  options    tokens/s with each sampling option against the same requests without it, at 1 and 16 users; 16 users with a
+             different option each; cycle times of every drafting method
+  long       131,072 tokens, the model with YaRN: time of prefill, time per token by context, memory against the formula
   vllm       vLLM on the same card, model, drafter, prompts and loop; `--vllm-path`: the folder it was unpacked to
-  profile    kernel times of a plain step and of a speculative cycle, without overlap (else they contain waiting), and the
+  profile    kernel times of a plain step and of a speculative cycle, without overlap (otherwise they include waiting), and the
              floor: bytes of the weights over bandwidth
 
-Speeds are those of a closed loop: as many requests under way as there are users, the next one enters when one is done.
-A prompts file has one JSON object a line with `turns`. Answers have `--tokens` tokens; end tokens do not end them, so that
-all runs do the same work, unless `--honour-stops` is given.
+Speeds are those of a closed loop: as many requests are running as there are users, and the next one enters when one is done.
+A prompts file has one JSON object with `turns` per line. Answers have `--tokens` tokens; end tokens are ignored, so that all
+runs do the same work, unless `--honour-stops` is given.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ from fledge.sampling import SamplingParams
 from fledge.tokenizer import Tokenizer
 
 DEVICE = "cuda"
-LAUNCHES_A_LOOK = EVERY_LAUNCHES // 16  # else there are too few to show a cost
+LAUNCHES_A_LOOK = EVERY_LAUNCHES // 16  # at a server's interval there are too few probes to measure their cost
 
 
 def numbers(text: str) -> list[int]:
@@ -98,7 +97,7 @@ def numbers(text: str) -> list[int]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="", help=f"by comma: {', '.join(SHAPES)}; instead of a model and prompts")
+    parser.add_argument("--shape", default="", help=f"instead of a model and prompts, with commas: {', '.join(SHAPES)}")
     parser.add_argument("--model", help="folder of the target")
     parser.add_argument("--drafter", help="folder of the drafter; without one, no speculation is measured")
     parser.add_argument("--prompts", help="JSONL file")
@@ -109,27 +108,29 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--queued", type=int, default=2000)
     parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--modes", default=",".join(MODES), help="those of the stage `modes`")
-    parser.add_argument("--option-users", type=numbers, default=OPTION_USERS, help="those of the stage `options`")
-    parser.add_argument("--option-parts", default="cycles,speculative,plain", help="of the stage `options`")
-    parser.add_argument("--option-names", default="", help="options to measure, by comma; empty: all")
-    parser.add_argument("--option-requests", type=int, default=4, help="of each user in it")
-    parser.add_argument("--option-depth", type=int, default=3, help="of its speculative runs")
+    parser.add_argument("--modes", default=",".join(MODES), help="quantisations in the stage `modes`")
+    parser.add_argument("--option-users", type=numbers, default=OPTION_USERS, help="concurrencies in the stage `options`")
+    parser.add_argument("--option-parts", default="cycles,speculative,plain", help="parts of the stage `options`")
+    parser.add_argument("--option-names", default="", help="options to measure in it, with commas; empty: all")
+    parser.add_argument("--option-requests", type=int, default=4, help="requests per user in it")
+    parser.add_argument("--option-depth", type=int, default=3, help="depth of its speculative runs")
     parser.add_argument("--identity-prompts", type=int, default=80)
     parser.add_argument("--identity-tokens", type=int, default=256)
-    parser.add_argument("--step-depth", type=int, default=3, help="of the cycles of the stage `steps`")
-    parser.add_argument("--no-cublas", dest="cublas", action="store_false", help="the stage `steps` without those on cuBLAS")
-    parser.add_argument("--loop-users", type=numbers, default=[1, 16], help="those of the stage `loop`")
-    parser.add_argument("--memory-gib", type=float, default=0, help="of the stage `fit`; 0: all of the device's")
+    parser.add_argument("--step-depth", type=int, default=3, help="depth of the cycles in the stage `steps`")
+    parser.add_argument("--no-cublas", dest="cublas", action="store_false", help="do not measure cuBLAS in the stage `steps`")
+    parser.add_argument("--loop-users", type=numbers, default=[1, 16], help="concurrencies in the stage `loop`")
+    parser.add_argument("--memory-gib", type=float, default=0, help="memory limit in the stage `fit`; 0: the device's memory")
     parser.add_argument("--vllm-path", "--vllm-site", dest="vllm_path", default="", help="folder to import vLLM from")
-    parser.add_argument("--vllm-memory", type=float, default=0.9, help="share of the device's memory, with --shape")
+    parser.add_argument("--vllm-memory", type=float, default=0.9, help="fraction of the device's memory, with --shape")
     parser.add_argument("--vllm-depths", type=numbers, default=[3])
     parser.add_argument("--no-vllm-plain", action="store_true", help="vLLM with the drafter only")
-    parser.add_argument("--vllm-seconds", type=float, default=3600, help="what it has measured until then counts")
+    parser.add_argument(
+        "--vllm-seconds", type=float, default=3600, help="time limit of vLLM; what it measured until then counts"
+    )
     parser.add_argument("--honour-stops", action="store_true")
     parser.add_argument("--no-overlap", dest="overlap", action="store_false", help="see kernels/triton_support.py")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no stage begins after this time")
-    parser.add_argument("--commit", help="of the code, where there is no git")
+    parser.add_argument("--commit", help="commit of the code, if there is no git")
     parser.add_argument("--json", help="write the figures to this file")
     args = parser.parse_args()
     stages = SHAPE_STAGES | STAGES if args.shape else STAGES
@@ -152,7 +153,7 @@ class Bench:
     prompts: list[list[int]]
     results: dict[str, object] = field(default_factory=dict)
     device: str = DEVICE
-    capture: bool = True  # False: the captured executor's functions without graphs, on any device
+    capture: bool = True  # False: run the captured executor's functions without graphs, on any device
 
     def config(self, rows: int) -> EngineConfig:
         config = EngineConfig(
@@ -162,7 +163,7 @@ class Bench:
             max_num_seqs=rows,
             max_model_len=self.args.max_model_len,
             kv_cache_tokens=rows * (self.args.max_model_len + DEVICE_PAGE_SIZE if rows <= 256 else 768),
-            prefix_caching=False,  # the prompts come again in every run
+            prefix_caching=False,  # every run has the same prompts
         )
         return config.resolve(self.decoder.config)
 
@@ -174,7 +175,7 @@ class Bench:
         capture: bool | None = None,
         admission: AdmissionPolicy | None = None,
     ) -> Engine:
-        """`speculation`: None: plain decoding. `capture`: None: as the benchmark has it."""
+        """An engine for `rows` requests. `speculation` None: plain decoding; `capture` None: the benchmark's setting."""
         captured = self.capture if capture is None else capture
         speculation = speculation or Speculation(None)
         return build_engine(
@@ -182,16 +183,16 @@ class Bench:
         )
 
     def answers(self, rows: int, *, depth: int = 0, capture: bool | None = None) -> AnswerGenerator:
-        """Offline, always drafting `depth` tokens deep."""
+        """An offline generator with a fixed depth; 0: plain decoding."""
         speculation = Speculation(self.drafter, depth).fixed_depth() if depth else None
         return AnswerGenerator(self.build(rows, speculation, capture=capture, admission=OfflineRefill()))
 
     def batch(self, rows: int) -> DeviceBatch:
-        """Rows to run single cycles on, of any depth that is measured."""
+        """A batch to run single cycles on, with any depth that is measured."""
         return self.build(rows, Speculation(self.drafter, max(self.args.depths))).executor.batch
 
     def engine(self, rows: int, *, speculate: bool = False) -> Engine:
-        """Warm as a server is: cycles of all depths and passes over prompts are recorded before they are needed."""
+        """A warm engine, as in a server: cycles of all depths and prefill passes are captured before they are needed."""
         engine = self.build(rows, Speculation(self.drafter if speculate else None, max(self.args.depths)))
         depths = [0, *engine.controller.acceptance.depths][::-1]
         record_ahead(engine, rows, depths, [GREEDY], [len(prompt) for prompt in self.prompts])
@@ -263,19 +264,19 @@ def attention(bench: Bench) -> dict[str, object]:
 
 
 def num_requests(concurrency: int) -> int:
-    """Many prompts at little load too: how well they are drafted for differs, and at the end not all users have one."""
+    """Requests of a closed loop. Many at low load too: acceptance differs by prompt, and at the end some users have none."""
     return max(32, min(64, 16 * concurrency), 8 * concurrency)
 
 
 def speed(bench: Bench, engine: Engine, concurrency: int, depth: int | None) -> dict[str, float]:
-    """Of a closed loop, and the device's own time a step. Depth None: the engine chooses."""
+    """Figures of a closed loop, and the device's time per step. `depth` None: the engine chooses it."""
     force_depth(engine, depth)
     params = SamplingParams(max_tokens=bench.args.tokens, temperature=0, ignore_eos=not bench.args.honour_stops)
 
     def run(count: int):
         return closed_loop(engine, bench.some_prompts(count), [params] * count, concurrency)
 
-    run(max(2 * concurrency, 16))  # kernels are compiled, what was not recorded ahead is
+    run(max(2 * concurrency, 16))  # warm-up: compiles kernels and captures what was not captured ahead
     before = replace(engine.stats)
     loops = [run(num_requests(concurrency)) for _ in range(bench.args.rounds)]
     steps = engine.stats.steps - before.steps
@@ -328,7 +329,7 @@ def guard(bench: Bench) -> dict[str, object]:
         engine = bench.engine(concurrency, speculate=True)
         probe = watch_drafts(engine, every=LAUNCHES_A_LOOK, sink=0)
         looking, speeds = engine.executor.before_drafts, {True: [], False: []}
-        for watched in (False, True, True, False):  # what drifts by itself does so for both
+        for watched in (False, True, True, False):  # in this order a steady drift of the speed affects both equally
             engine.executor.before_drafts = looking if watched else None
             speeds[watched].append(speed(bench, engine, concurrency, None)["tokens_per_s"])
         watched, unwatched = statistics.mean(speeds[True]), statistics.mean(speeds[False])
@@ -342,7 +343,7 @@ def guard(bench: Bench) -> dict[str, object]:
 
 @torch.inference_mode()
 def settings(bench: Bench) -> dict[str, object]:
-    """Each shape as it is, then with a setting changed."""
+    """Step times of each shape unchanged, then with one setting changed."""
     many_rows = [(16, 0), (64, 0)] + ([(4, 4), (16, 4)] if bench.drafter is not None else [])
     few_rows = [(1, 0), (4, 0)] + ([(1, 4)] if bench.drafter is not None else [])
     changes = {
@@ -368,7 +369,7 @@ def settings(bench: Bench) -> dict[str, object]:
 
 @torch.inference_mode()
 def parts(bench: Bench) -> dict[str, object]:
-    """A step without one of its parts gives wrong tokens in less time: the difference is what the part costs there."""
+    """Step times without one part: the tokens are wrong, but the time saved is what the part costs inside a step."""
     shapes = [(1, 0), (4, 0), (16, 0), (64, 0)] + ([(1, 4), (4, 4), (16, 4)] if bench.drafter is not None else [])
     rows = bench.batch(64)
     found: dict[str, object] = {}
@@ -393,7 +394,7 @@ def long(bench: Bench) -> dict[str, object]:
 
 
 def vllm(bench: Bench) -> dict[str, object]:
-    """In a process of its own. What it gives up is that ours still holds the weights; its own share is a third of the card."""
+    """Runs vLLM in its own process, with 60 % of the GPU's memory; this process keeps its weights there meanwhile."""
     args = bench.args
     found = run_baseline(
         "vllm",
@@ -439,7 +440,7 @@ STAGES = {stage.__name__: stage for stage in (checks, identity, *SPEEDS)}
 
 
 def measure_shapes(args: argparse.Namespace, write: Callable[..., None]) -> None:
-    """All stages of one shape, then those of the next."""
+    """Runs all stages of one shape, then of the next."""
     began, results = time.perf_counter(), {}
     for name in args.shape.split(","):
         shape = ShapeBench(name, SHAPES[name], args)
@@ -448,7 +449,7 @@ def measure_shapes(args: argparse.Namespace, write: Callable[..., None]) -> None
             print(f"\n== {name}: {stage}", flush=True)
             started = time.perf_counter()
             if started - began > args.seconds:
-                print("   left out: the time is over")
+                print("   skipped: --seconds is over")
                 continue
             if stage in SHAPE_STAGES:
                 shape.results[stage] = SHAPE_STAGES[stage](shape)
@@ -469,7 +470,7 @@ def measure_model(args: argparse.Namespace, write: Callable[..., None]) -> None:
     for stage in args.stages.split(","):
         started = time.perf_counter()
         if started - began > args.seconds:
-            print(f"{stage} is left out: the time is over")
+            print(f"{stage} is skipped: --seconds is over")
             continue
         bench.results[stage] = STAGES[stage](bench)
         print(f"   ({stage}: {time.perf_counter() - started:.0f} s)", flush=True)
@@ -483,7 +484,7 @@ def main() -> None:
     torch.cuda.set_device(0)
 
     def write(results: Mapping[str, object], prompts: Sequence[object] = ()) -> None:
-        """After every stage: a run that is cut short has said what it knew."""
+        """Writes the results. Called after every stage, so that an aborted run keeps its finished stages."""
         if args.json:
             origin = provenance(prompts) | ({"commit": args.commit} if args.commit else {})
             write_json(args.json, {"provenance": origin, **results})

@@ -1,4 +1,4 @@
-"""Attention kernels on a GPU: whether a row's bits depend on how it comes, and how long they take.
+"""Checks that a row's attention has the same bits however it is batched, and measures attention kernels on a GPU.
 
     python benchmarks/gpu_attention.py [--checks] [--times] [--output results.json]
 
@@ -28,7 +28,7 @@ from fledge.kernels.triton_support import jit, tl
 from fledge.models.layers import Rotary
 
 try:
-    from benchmarks import old_rope_attention  # another version to compare with
+    from benchmarks import old_rope_attention  # optional: another version to compare with
 except ImportError:
     old_rope_attention = None
 
@@ -41,7 +41,7 @@ NUM_PROCESSES = 14
 
 
 class Text:
-    """One text of random heads, its keys in scattered pages, and its attention as a single prompt."""
+    """A text of random queries, keys and values, with keys in scattered pages; `wanted`: its attention as one prompt."""
 
     def __init__(self, shape: tuple[int, int, int], length: int, *, norms: bool = False, window: int | None = None) -> None:
         torch.manual_seed(length)
@@ -60,7 +60,7 @@ class Text:
         self.wanted = self.prefilled([(0, length)], keys=self.keys, values=self.values)
 
     def prefilled(self, parts: list[tuple[int, int]], rows: int | None = None, **cache: torch.Tensor) -> torch.Tensor:
-        """Parts of the text, as sequences of one pass; and a row of nobody behind them."""
+        """Prefills parts of the text as sequences of one pass, followed by a dummy row."""
         keys, values = (cache.get(name, getattr(self, name)) for name in ("keys", "values"))
         place = torch.cat([torch.arange(*part, device=DEVICE) for part in parts])
         qkv = torch.cat([self.qkv[place], torch.randn_like(self.qkv[:1])])
@@ -84,11 +84,11 @@ class Text:
         return out[:-1].flatten(1)
 
     def decoded(self, starts: list[int], num_new: int, counts: list[int] | None = None, **way: object) -> torch.Tensor:
-        """Chains from these positions on, [B, T, H * E]; checks what is written into the cache."""
+        """Decodes chains that start at these positions, [B, T, H * E]; checks what is written into the cache."""
         counts = counts or [num_new] * len(starts)
         place = torch.tensor(starts, device=DEVICE)[:, None] + torch.arange(num_new, device=DEVICE)
         keys, values = self.keys.clone(), self.values.clone()
-        if len(starts) == 1:  # nothing of what is to come is there already
+        if len(starts) == 1:  # later positions must not be in the cache yet
             later = torch.arange(starts[0], self.length, device=DEVICE)
             slots = self.pages.long()[later // PAGE] * PAGE + later % PAGE
             keys[:, slots] = values[:, slots] = torch.nan
@@ -122,7 +122,7 @@ def texts() -> Iterator[tuple[str, Callable[[], Text]]]:
 
 
 def checks_of(text: Text) -> Iterator[tuple[str, bool]]:
-    """Each way in which rows may come, against the whole prompt in one pass."""
+    """Compares each way of batching rows with the whole prompt in one pass."""
     length, wanted = text.length, text.wanted
     yield "finite", bool(wanted.isfinite().all())
     for rows in (64, 128):
@@ -158,7 +158,7 @@ def checks_of(text: Text) -> Iterator[tuple[str, bool]]:
 
 
 def reference_error(text: Text) -> float:
-    """Largest difference from attention in fp32, of outputs of size 1."""
+    """The largest difference from attention in fp32; outputs are about 1 in size."""
     place = torch.arange(text.length, device=DEVICE)
     slots = text.pages.long()[place // PAGE] * PAGE + place % PAGE
     keys, values = (x[:, slots].float() for x in (text.keys, text.values))
@@ -179,7 +179,7 @@ def _exp2(x_ptr, y_ptr, SIZE: tl.constexpr):
 
 
 def exp2_shifts_exactly() -> bool:
-    """exp2 of a number on the grid, less a whole number, differs in its exponent alone: what `exact` rests on."""
+    """Whether subtracting a whole number from an argument on the grid changes only the exponent of exp2; `exact` needs this."""
     step = 2.0**-14
     x = (torch.arange(2**14, device=DEVICE) - 2**14 + 1) * step
     whole = torch.arange(0, 100, device=DEVICE)[:, None]
@@ -231,7 +231,7 @@ def decode_cases(name: str) -> Iterator[tuple[str, Callable, Callable | None]]:
 
 
 def prompt_cases(name: str) -> Iterator[tuple[str, float, dict[str, Callable]]]:
-    """With its floating-point operations, of those that a causal mask leaves."""
+    """Prefill cases: name, floating-point operations under a causal mask, and the kernels to time."""
     from torch.nn.attention.varlen import varlen_attn
 
     heads, kv_heads, size = SHAPES[name]
@@ -261,7 +261,7 @@ def prompt_cases(name: str) -> Iterator[tuple[str, float, dict[str, Callable]]]:
 
 @torch.inference_mode()
 def times(name: str, *, measure: bool = True) -> dict[str, object]:
-    """Without `measure` every kernel runs once, to be compiled."""
+    """Times all kernels. Without `measure` every kernel runs once, to be compiled."""
     found: dict[str, object] = {}
     for what, new, old in decode_cases(name):
         if not measure:

@@ -1,4 +1,4 @@
-"""How far answers are from the plain network's, for `gpu.py`: differences must be ties."""
+"""Compares answers with the plain network's, for `gpu.py`: they may differ only at ties."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fledge.models.decoder import Decoder, causal_attend
 
-# Logits of about 16 to 32 are an eighth apart in bf16; both paths may be off by one such step.
+# In bf16, logits between 16 and 32 have a spacing of 1/8; both paths may be off by one such step.
 TIE = 0.5
 
 
@@ -20,7 +20,7 @@ def logits_of(decoder: Decoder, prompt: list[int], answer: list[int]) -> Tensor:
 
 
 def against_network(decoder: Decoder, prompts: list[list[int]], answers: list[list[int]]) -> dict[str, object]:
-    """The plain network reads each answer; how far below its own choice the said tokens were."""
+    """Runs the plain network over each answer; returns how far the answer's logits are below the network's best ones."""
     widest, differing, total = 0.0, 0, 0
     for prompt, answer in zip(prompts, answers, strict=True):
         logits = logits_of(decoder, prompt, answer)
@@ -30,7 +30,7 @@ def against_network(decoder: Decoder, prompts: list[list[int]], answers: list[li
 
 
 def partings(decoder: Decoder, prompts: list[list[int]], plain: list[list[int]], other: list[list[int]]) -> dict[str, object]:
-    """Where two answers part, the gap between the network's logits of the two tokens."""
+    """For each pair of answers that differ, the gap between the network's logits of the two tokens at the first difference."""
     gaps = []
     for prompt, one, two in zip(prompts, plain, other, strict=True):
         place = next((index for index, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), None)

@@ -1,4 +1,4 @@
-"""Whether answers depend on the batch, the load, the cache, chunks or speculation, in the default mode: for `gpu.py`."""
+"""Checks that answers do not depend on batch, load, cache, chunks or speculation, with default settings; for `gpu.py`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compare(
     device: str = "cuda",
     capture: bool | None = None,
 ) -> dict[str, Any]:
-    """Pairs with plain decoding alone: how many of the answers are equal, and where the others part."""
+    """Compares every way of serving with plain decoding alone: how many answers are equal, and where the others differ."""
     prompts, found = prompts[: args.identity_prompts], {}
     longest = min(max(map(len, prompts)) + args.identity_tokens + 64, decoder.config.max_positions)
     users = min(64, len(prompts))

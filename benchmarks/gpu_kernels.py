@@ -1,4 +1,4 @@
-"""Kernels of the engine alone, each in a captured chain of many: for `gpu.py`."""
+"""Times single kernels of the engine in a captured graph of many launches, for `gpu.py`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def attention_times(config: ModelConfig, longest: int) -> dict[str, dict[str, fl
 
 
 def left_out(rows: DeviceBatch) -> dict[str, Callable[[], AbstractContextManager]]:
-    """By name, a context in which the step of `rows` lacks that part. Its shapes stay; its results do not."""
+    """By name, a context in which steps of `rows` skip that part. Shapes stay the same; results are wrong."""
     size = rows.decoder.config.num_heads * rows.decoder.config.head_dim
 
     def no_attention(ops: Ops, attention: object, qkv: torch.Tensor, meta: object) -> torch.Tensor:
@@ -70,7 +70,7 @@ def left_out(rows: DeviceBatch) -> dict[str, Callable[[], AbstractContextManager
 
 
 def graph_time(run: Callable[[], object], repeats: int = 20, rounds: int = 30) -> float:
-    """Microseconds of one call within a graph of many."""
+    """Microseconds per call, in a captured graph of many calls."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
@@ -82,7 +82,7 @@ def graph_time(run: Callable[[], object], repeats: int = 20, rounds: int = 30) -
 
 
 def event_time(run: Callable[[], object], rounds: int) -> float:
-    """Microseconds a call, on the device, warm; without a GPU, on the host."""
+    """Microseconds per warm call, measured on the device; without a GPU, on the host."""
     run()
     if not torch.cuda.is_available():
         began = time.perf_counter()

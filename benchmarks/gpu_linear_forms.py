@@ -1,4 +1,4 @@
-"""Forms of linears that `gpu_linears.py` measures, and the table that its results fill."""
+"""Launch configurations of linears that `gpu_linears.py` measures, and the table that its results are written to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURED = Path(__file__).parents[1] / "fledge/kernels/linear/measured.py"
 
 @contextmanager
 def on_cublas() -> Iterator[None]:
-    """All linears of plain weights but heads on cuBLAS, in whatever order it sums; norms are kernels of their own."""
+    """Runs all linears of plain weights except heads on cuBLAS, in its own summation order; norms are separate kernels."""
     choose_kernel, summation = dispatch.choose_kernel, dispatch.summation
 
     def choose(case: Case) -> tuple[str, tuple[int, ...]]:
@@ -39,12 +39,12 @@ def on_cublas() -> Iterator[None]:
 
 
 class Kind(NamedTuple):
-    """A linear of a model's layer."""
+    """The shape of a linear in a model's layer, and what is fused into it."""
 
     model: str
     name: str
     inputs: int
-    outputs: int  # of the weight
+    outputs: int  # rows of the weight
     norm: bool = False
     gated: bool = False
     residual: bool = False
@@ -67,7 +67,7 @@ def layer(model: str, hidden: int, inner: int, heads: int, qkv: int, vocabulary:
 
 
 def drafter(model: str, hidden: int, qkv: int, vocabulary: int) -> list[Kind]:
-    """What an EAGLE drafter has that its target's layers have not."""
+    """Linears of an EAGLE drafter whose shapes do not occur in its target's layers."""
     return [
         Kind(model, "fc", 3 * hidden, hidden),
         Kind(model, "qkv", 2 * hidden, qkv),
@@ -89,9 +89,9 @@ ROWS = {
     "1.5b-d": (4, 16, 64, 256, 4096),
     "8b": (1, 4, 8, 16, 64, 256, 1024, 4096),
 }
-PREFILL, ANY_ROWS = 4096, 1 << 20  # what is fastest for so many rows serves all that are more
+PREFILL, ANY_ROWS = 4096, 1 << 20  # the fastest configuration for PREFILL rows is used for all larger numbers too
 HEAD_ROWS = (1, 4, 16, 64)
-LAYERS = {"135m": 30, "1.5b": 8, "135m-d": 30, "1.5b-d": 8, "8b": 2}  # of the chain: more than the L2 cache holds
+LAYERS = {"135m": 30, "1.5b": 8, "135m-d": 30, "1.5b-d": 8, "8b": 2}  # layers in the chain: too many for the L2 cache
 STAGED = (
     LaunchConfig(16, 16),
     LaunchConfig(16, 32, 2),
@@ -102,7 +102,7 @@ STAGED = (
     LaunchConfig(64, 32),
     LaunchConfig(64, 32, 2),
 )
-# outputs, rows, inputs, warps, stages. By the slices of the weight: one, or several.
+# Tiles: outputs, rows, inputs, warps, stages. For a summation in one slice, or in several (split-K).
 ONE_SLICE = (
     (64, 16, 128, 4, 5),
     (64, 16, 128, 4, 8),
@@ -138,9 +138,9 @@ SEVERAL_SLICES = (
     (64, 128, 64, 4, 5),
     (128, 128, 64, 8, 4),
 )
-# `tma_tiles.LaunchConfig`: rows, outputs, warps, stages, where slices' sums wait, programs a multiprocessor, whether the next
-# kernel may start at once.
-STREAMED_ROWS, STREAMED_WEIGHTS = 64, 1 << 21  # at most; at least
+# `tma_tiles.LaunchConfig`: rows, outputs, warps, stages, where sums of slices are kept, programs per multiprocessor, and if the
+# next kernel may start at once.
+STREAMED_ROWS, STREAMED_WEIGHTS = 64, 1 << 21  # FEW_ROWS are tried up to this number of rows, and from this number of weights
 FEW_ROWS = (
     (64, 32, 4, 8, tma_tiles.REGISTERS, 2, 1),
     (64, 64, 4, 6, tma_tiles.REGISTERS, 1, 1),
@@ -166,12 +166,12 @@ MANY_ROWS = (
 
 
 def measured_without(kernel: str) -> dict[tuple[int, int, bool], tuple]:
-    """`measured.CONFIGS` without the entries of a kernel: others serve their rows."""
+    """`measured.CONFIGS` without the entries of a kernel, so that other kernels take their rows."""
     return {key: tuple(entry for entry in entries if entry[1] != kernel) for key, entries in dispatch.CONFIGS.items()}
 
 
 def candidates(kind: Kind, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Kernels and forms that could be the fastest."""
+    """Yields the kernels and launch configurations that could be the fastest."""
     case = Case(rows, kind.inputs, kind.outputs, "plain", torch.bfloat16, torch.device("cuda"), kind.gated)
     order = case.order
     outputs = kind.outputs // (2 if kind.gated else 1)
@@ -190,7 +190,7 @@ def candidates(kind: Kind, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
             continue
         programs = -(-rows // tile.rows) * -(-kind.outputs // tile.outputs)
         for split in (0, 1) if order.slices > 1 and (tile.rows, tile.outputs) != (16, 16) else (0,):
-            if programs > 100 if split else programs < 40:  # programs that are too many or leave the card idle
+            if programs > 100 if split else programs < 40:  # too many programs, or so few that the card is mostly idle
                 continue
             yield "tiles", (*tile, split)
     is_streamed = rows <= STREAMED_ROWS and kind.inputs * kind.outputs >= STREAMED_WEIGHTS and not order.scales_sums
@@ -202,7 +202,7 @@ def candidates(kind: Kind, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def tma_forms(forms: Iterable[tuple[int, ...]], kind: Kind, rows: int, slices: int) -> Iterator[tuple[int, ...]]:
-    """Those whose work neither leaves most of the card idle nor writes sums of slices for no gain."""
+    """Yields the configurations that neither leave most of the card idle nor write partial sums without need."""
     for form in (tma_tiles.LaunchConfig(*numbers) for numbers in forms):
         tiles = -(-rows // form.rows) * -(-kind.outputs // form.outputs)
         work = tiles * (slices if form.sums == tma_tiles.PROGRAMS else 1)
@@ -228,7 +228,7 @@ def label(kernel: str, numbers: tuple[int, ...]) -> str:
 
 
 def filled(lines: list[dict[str, Any]]) -> dict[tuple[int, int, bool], tuple]:
-    """What `measured.CONFIGS` is to hold: neighbours with one form are one entry."""
+    """The content of `measured.CONFIGS`. Adjacent numbers of rows with the same configuration are one entry."""
     forms: dict[tuple[int, int, bool], list] = {}
     for line in lines:
         if line["form"] is None:
@@ -242,7 +242,7 @@ def filled(lines: list[dict[str, Any]]) -> dict[tuple[int, int, bool], tuple]:
 
 
 def fill(lines: list[dict[str, Any]], path: Path = MEASURED) -> None:
-    """Writes what was fastest into the package."""
+    """Writes the fastest configurations to `measured.py`."""
     write_configs(filled(lines), path)
 
 

@@ -1,15 +1,15 @@
-"""Every form of a model's linears on a GPU: right to the bit, how fast, and which is the fastest by shape and rows.
+"""Measures all launch configurations of a model's linears on a GPU: exact bits, time, and the fastest by shape and rows.
 
     python benchmarks/gpu_linears.py --json linears.json            # about a minute, most of it compiling in parallel
-    python benchmarks/gpu_linears.py --models 135m-d,1.5b-d         # of the drafters
+    python benchmarks/gpu_linears.py --models 135m-d,1.5b-d         # linears of the drafters
     python benchmarks/gpu_linears.py --fill linears.json            # writes fledge/kernels/linear/measured.py; needs no GPU
 
 Times are medians of graphs of 20 launches over 20 weights, with the L2 cache flushed before each graph. `before` is what
-dispatch chooses without `staged_mma` and without `measured.CONFIGS`; `rules` is what it chooses for a shape that is not in it;
-`cuBLAS` sums in any order and has elementwise kernels around it. Forms whose bits differ from `before` are listed and never
-chosen. Last come all linears of several layers, one after the other, as in a step. There each form is chosen again, by the
-time of the layer: how well a kernel starts beside the one before it counts for more than its own time (64 rows of 135M: 25.1 µs
-a layer of the fastest single forms, 15.5 of others).
+dispatch chooses without `staged_mma` and without `measured.CONFIGS`; `rules` is its choice for shapes that are not in the
+table; `cuBLAS` sums in any order and has separate elementwise kernels. Forms (kernel, launch configuration) whose bits differ
+from `before` are listed and never chosen. At the end, all linears of several layers run one after the other, as in a step.
+There each form is chosen again, by the time of the layer, because how well a kernel overlaps with the one before it counts more
+than its own time (64 rows of 135M: 25.1 µs per layer with the fastest single forms, 15.5 with others).
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from fledge.kernels.sample import PartialArgmax, choose
 LAUNCHES, ROUNDS, FLUSHED = 20, 9, 32 << 20
 DEVICE, CARD = "cuda", torch.device("cuda")
 left_out: set[str] = set()  # kernels
-TRIED = 6  # forms of a linear, the fastest alone, within a layer
+TRIED = 6  # number of the fastest forms of a linear that are tried within a layer
 
 
 class Inputs:
-    """Of a kind: weights, and rows that all calls share."""
+    """Weights of one kind of linear, and input rows that all calls share."""
 
     def __init__(self, kind: Kind, copies: int, most_rows: int) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
@@ -78,7 +78,7 @@ class Inputs:
         return linear(self.x[:rows], self.weights[copy], self.bias, **options)
 
     def call_head(self, rows: int, copy: int = 0, tile: Tile | None = None) -> PartialArgmax:
-        """Norm, head and the best of each block of the vocabulary."""
+        """Runs norm and head; returns the best token of each block of the vocabulary."""
         assert self.norm is not None
         hidden, weight = rms_norm(self.x[:rows], *self.norm), self.weights[copy]
         return tiled_head(hidden, weight, case_of(hidden, weight).order, tile=tile)
@@ -92,8 +92,8 @@ class Inputs:
 def ways(
     table: bool = True, forms: dict | None = None, cublas: bool = False, prefetch_rows: int = PREFETCH_ROWS
 ) -> Iterator[None]:
-    """How dispatch chooses: with or without its rule for `staged_mma`, by these measured forms, or cuBLAS for all.
-    `prefetch_rows`: up to which `tiles` requests its first weights early."""
+    """Sets how dispatch chooses: with or without its rule for `staged_mma`, from these measured forms, or cuBLAS for all.
+    `prefetch_rows`: most rows for which `tiles` prefetches its first weights."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(dispatch, "CONFIGS", forms or {}))
         if not table:
@@ -114,7 +114,7 @@ def one_form(kind: Kind, kernel: str, numbers: tuple[int, ...]) -> dict[str, Any
 
 @lru_cache
 def keeper() -> torch.cuda.CUDAGraph:
-    """Keeps its pool alive: one whose graphs are all gone cannot be captured into again."""
+    """A graph that keeps its memory pool alive: torch cannot capture into a pool whose graphs have all been freed."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin()
@@ -124,12 +124,12 @@ def keeper() -> torch.cuda.CUDAGraph:
 
 
 def graph_time(calls: list[Callable[[], object]], flush: Tensor) -> float:
-    """Microseconds a call: all of them in one graph."""
+    """Microseconds per call, with all calls in one graph."""
     calls[0]()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     gc.disable()
-    # `torch.cuda.graph` would collect garbage and empty the allocator's cache for each: tens of milliseconds.
+    # `torch.cuda.graph` would collect garbage and empty the allocator's cache each time, which takes tens of milliseconds.
     with torch.cuda.stream(torch.cuda.Stream()):
         graph.capture_begin(pool=keeper().pool())
         try:
@@ -141,7 +141,7 @@ def graph_time(calls: list[Callable[[], object]], flush: Tensor) -> float:
     times = []
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(ROUNDS + 1):
-        flush.sum()  # reads: what is written would still have to leave the cache while the graph runs
+        flush.sum()  # reads, not writes: written data would be evicted from the cache while the graph runs
         start.record()
         graph.replay()
         end.record()
@@ -155,7 +155,7 @@ def tried(kind: Kind, rows: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def jobs_of(models: list[str]) -> list[tuple[Kind, int, Tile | dict[str, Any] | None]]:
-    """A launch of each kernel that will be measured: its kind, rows, tile (of a head) or way."""
+    """One launch of each kernel that will be measured: its kind, rows, and tile (of a head) or way."""
     jobs: dict[object, tuple] = {}
     for kind in (kind for model in models for kind in MODELS[model]):
         if kind.head:
@@ -171,7 +171,7 @@ def jobs_of(models: list[str]) -> list[tuple[Kind, int, Tile | dict[str, Any] | 
 
 
 def compile_share(models: list[str], without: list[str], share: int, shares: int) -> None:
-    """Launches a share of the kernels once, so that they are in the compile cache."""
+    """Launches every `shares`-th kernel once, from number `share` on, so that it is in the compile cache."""
     left_out.update(without)
     mine = jobs_of(models)[share::shares]
     for kind in dict.fromkeys(job[0] for job in mine):
@@ -184,13 +184,13 @@ def compile_share(models: list[str], without: list[str], share: int, shares: int
 
 
 def try_one(inputs: Inputs, rows: int, way: dict[str, Any]) -> Tensor | str:
-    """The result, or why there is none."""
+    """The result, or the reason why there is none."""
     with ways(**way):
         return attempt(lambda: inputs.call(rows), way)
 
 
 def try_head(inputs: Inputs, rows: int, tile: Tile | None) -> Tensor | str:
-    """Logits and tokens."""
+    """The best logits and tokens, or the reason why there are none."""
 
     def chosen() -> Tensor:
         best, ids = inputs.call_head(rows, tile=tile)[:2]
@@ -206,15 +206,15 @@ def attempt(call: Callable[[], Tensor], what: object) -> Tensor | str:
         if out.is_cuda:
             torch.cuda.synchronize()
         return out
-    except Exception as error:  # a form that needs more than the card has
+    except Exception as error:  # a form that needs more resources than the card has
         message = f"{type(error).__name__}: {error}"[:80]
-        if "CUDA error" in message:  # nothing runs in this process any more
+        if "CUDA error" in message:  # CUDA does not work in this process any more
             raise SystemExit(f"{what}: {message}") from error
         return message
 
 
 def measure(kind: Kind, flush: Tensor) -> list[dict[str, Any]]:
-    """A line for each number of rows."""
+    """Measures all forms of a linear; returns one line per number of rows."""
     size = 2 * kind.inputs * kind.outputs
     copies = max(2, min(LAUNCHES, (2 << 30) // size))
     inputs = Inputs(kind, copies, max(ROWS[kind.model]))
@@ -247,7 +247,7 @@ def measure(kind: Kind, flush: Tensor) -> list[dict[str, Any]]:
 
 
 def measure_head(kind: Kind, flush: Tensor) -> list[dict[str, Any]]:
-    """Norm, head and the best of each block."""
+    """Measures all forms of the head, with norm and choice of the best tokens; returns one line per number of rows."""
     inputs = Inputs(kind, 2, 64)
     lines = []
     for rows in HEAD_ROWS:
@@ -285,7 +285,7 @@ class Chain:
         self.parts = [Inputs(kind, self.count, max(ROWS[model])) for kind in MODELS[model] if not kind.head]
 
     def time(self, rows: int, **way: Any) -> float:
-        """Microseconds a layer."""
+        """Microseconds per layer."""
 
         def call() -> None:
             for copy in range(self.count):
@@ -296,7 +296,7 @@ class Chain:
             return graph_time([call], self.flush) / self.count
 
     def choose(self, lines: list[dict[str, Any]], rows: int) -> dict[str, Any]:
-        """Sets the lines' forms to those with which a layer takes least; times of the ways there."""
+        """Sets the lines' forms to those with which a layer is fastest; returns the times with each way of choosing."""
         own = [line for line in lines if (line["model"], line["rows"]) == (self.model, rows) and line["linear"] != "head"]
         kinds = {part.kind.name: part.kind for part in self.parts}
         by_rules = {line["linear"]: choose_by_rules(kinds[line["linear"]], rows) for line in own}
@@ -328,7 +328,7 @@ def choose_by_rules(kind: Kind, rows: int) -> tuple[str, tuple[int, ...]]:
 
 
 def same_for_all_rows(model: str, lines: list[dict[str, Any]]) -> dict[str, int]:
-    """How many of 1 to 256 rows give other bits than 256 rows do, by linear, as `rules` and as the filled table choose."""
+    """For each linear, how many of 1 to 255 rows give other bits than 256 rows, with `rules` and with the new table."""
     wrong = {}
     for kind in (kind for kind in MODELS[model] if not kind.head):
         inputs = Inputs(kind, 1, 256)
@@ -350,11 +350,11 @@ def show(line: dict[str, Any]) -> None:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="135m,1.5b", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--models", default="135m,1.5b", help=f"some of {', '.join(MODELS)}")
     parser.add_argument("--json", type=Path, default=Path("linears.json"))
-    parser.add_argument("--fill", type=Path, nargs="+", help="files of --json: write measured.py from them and end")
-    parser.add_argument("--without", nargs="+", default=[], help="kernels that are left out")
-    parser.add_argument("--workers", type=int, default=14, help="processes that compile")
+    parser.add_argument("--fill", type=Path, nargs="+", help="write measured.py from these files of --json, and exit")
+    parser.add_argument("--without", nargs="+", default=[], help="kernels to leave out")
+    parser.add_argument("--workers", type=int, default=14, help="number of processes that compile")
     args = parser.parse_args()
     if args.fill:
         fill([line for path in args.fill for line in json.loads(path.read_text())["lines"]])

@@ -1,4 +1,4 @@
-"""128K tokens on the captured engine: for `gpu.py`."""
+"""Measures 128K tokens of context on the captured engine, for `gpu.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEPTH = 3
 
 
 def stretched(network: Decoder | EagleDrafter, kind: type) -> Decoder | EagleDrafter:
-    """The same shape with random weights and YaRN from its trained length to the longest."""
+    """A network of the same shape with random weights, and YaRN that extends its trained length to LONGEST."""
     config = network.config
     trained = config.max_positions
     rope = RopeConfig(theta=config.rope.theta, kind="yarn", factor=LONGEST / trained, original_max_positions=trained)
@@ -36,7 +36,7 @@ def stretched(network: Decoder | EagleDrafter, kind: type) -> Decoder | EagleDra
 
 
 def randomised(network: Decoder | EagleDrafter) -> Decoder | EagleDrafter:
-    """Small random weights; norms of one."""
+    """Fills the network with small random weights, and norms with ones."""
     generator = torch.Generator(network.norm.weight.device).manual_seed(0)
     for parameter in network.parameters():
         if parameter.ndim > 1:
@@ -80,7 +80,7 @@ def one_context(engine: Engine, context: int, depth: int) -> dict[str, float]:
     force_depth(engine, depth)
     graphs, reach = engine.executor.batch.graphs, engine.executor.batch.kv_bucket(context)
     params = SamplingParams(max_tokens=ANSWER + (depth + 1) * 24, temperature=0, ignore_eos=True)
-    # The first run records graphs and compiles kernels.
+    # The first run captures graphs and compiles kernels; the second one counts.
     for _ in range(2):
         torch.cuda.synchronize()
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A closed loop of users on an engine, and what must be ready before it is timed: for `gpu.py`."""
+"""Runs a closed loop of users on an engine, and captures what it needs before it is timed; for `gpu.py`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fledge.sampling import SamplingParams
 
 
 class Loop(NamedTuple):
-    tokens_per_s: float  # of all users together, prompts included
-    own_tokens_per_s: float  # of one request from its first token to its last, the median
-    depths: Counter[int]  # steps by the depth that was chosen for them
+    tokens_per_s: float  # all users together, prompts included
+    own_tokens_per_s: float  # one request from its first token to its last (median)
+    depths: Counter[int]  # number of steps by chosen depth
     requests: list[Request]
 
 
 def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], users: int) -> Loop:
-    """As many requests under way as there are users; the next one enters when one is done."""
+    """Serves all prompts with `users` requests at a time: the next one enters when one is done."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     waiting = list(zip(prompts, params, strict=True))[::-1]
@@ -50,14 +50,14 @@ def closed_loop(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequen
 
 
 def answering_seconds(request: Request) -> float:
-    """From the first token to the last."""
+    """Seconds from the first token to the last."""
     assert request.first_token_time is not None
     assert request.finish_time is not None
     return request.finish_time - request.first_token_time
 
 
 def force_depth(engine: Engine, depth: int | None) -> None:
-    """Every cycle drafts so deep; None: the controller chooses again."""
+    """Makes every cycle draft `depth` tokens; None: the controller chooses again."""
     controller = engine.controller
     vars(controller).pop("choose", None)
     if depth is not None:
@@ -70,9 +70,9 @@ def force_depth(engine: Engine, depth: int | None) -> None:
 
 
 def record_ahead(engine: Engine, users: int, depths: Iterable[int], modes: Iterable[int], prompts: Sequence[int]) -> None:
-    """Records the cycles and prefill passes of a closed loop, as a server does: nothing is recorded while it is timed.
+    """Captures the cycles and prefill passes of a closed loop, as a server does, so that none is captured while it is timed.
 
-    `prompts`: lengths of the prompts that come.
+    `prompts`: lengths of the prompts.
     """
     batch, modes = engine.executor.batch, list(modes)
     if not batch.graphs.capture:
@@ -95,6 +95,6 @@ def record_ahead(engine: Engine, users: int, depths: Iterable[int], modes: Itera
             batch.graphs.record([(size, depth, LOGPROBS) for size, depth, mode in cycles if mode == ADJUSTED])
         batch.prefills.record(passes)
 
-    with compile_ahead.side_by_side():  # all kernels by all cores: one after another they take minutes
+    with compile_ahead.side_by_side():  # compiles kernels on all cores: one after another they take minutes
         record()
     record()

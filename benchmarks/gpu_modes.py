@@ -1,4 +1,4 @@
-"""Quantised targets against bf16: for `gpu.py`."""
+"""Compares quantised targets with bf16, for `gpu.py`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def quantized(decoder: Decoder, quantization: str) -> Decoder:
 
 
 def compare_modes(bench, speed: Callable, shown: Callable) -> dict[str, object]:
-    """`bench`, `speed` and `shown`: those of `gpu.py`."""
+    """Speed and agreement of every mode. `bench`, `speed` and `shown`: those of `gpu.py`."""
     found: dict[str, object] = {}
     if unknown := set(bench.args.modes.split(",")) - set(MODES):
-        raise SystemExit(f"--modes {', '.join(unknown)}: there are {', '.join(MODES)}")
+        raise SystemExit(f"--modes {', '.join(unknown)}: use {', '.join(MODES)}")
     reference = said(bench)
     for name in bench.args.modes.split(","):
         quantization = MODES[name]
@@ -58,7 +58,7 @@ def compare_modes(bench, speed: Callable, shown: Callable) -> dict[str, object]:
 
 
 def read_bytes(decoder: Decoder) -> int:
-    """Bytes that a step of one row reads: all weights but the table of embeddings, of which it reads a row."""
+    """Bytes that a step of one row reads: all weights except the embedding table, of which it reads one row."""
     modules = [module for module in decoder.modules() if isinstance(module, torch.nn.Linear | QuantizedLinear)]
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -71,7 +71,7 @@ def said(bench, rows: int = 8, depth: int = 0, prompts: list[list[int]] | None =
 
 
 def same_answers(bench) -> dict[str, str]:
-    """Answers that do not depend on the batch or on speculation: all of them must."""
+    """How many answers are the same for other batches and with speculation; all of them must be."""
     prompts = bench.some_prompts(CHECKED_PROMPTS)
     wanted = said(bench)
     others = {
@@ -88,8 +88,8 @@ def same_answers(bench) -> dict[str, str]:
 
 @torch.inference_mode()
 def agreement(decoder: Decoder, bench, reference: list[list[int]]) -> dict[str, float]:
-    """How often the quantised network's likeliest token is the one that bf16 said, given bf16's text; and how far its own
-    answers go along with bf16's."""
+    """How often the quantised network's most likely token is bf16's, given bf16's text; and after how many tokens its own
+    answers differ from bf16's."""
     same = total = along = 0
     for prompt, answer, own in zip(
         bench.some_prompts(CHECKED_PROMPTS), reference, said(replace(bench, decoder=decoder)), strict=True
@@ -103,7 +103,7 @@ def agreement(decoder: Decoder, bench, reference: list[list[int]]) -> dict[str, 
 
 
 def linear_times(decoder: Decoder) -> dict[str, dict[str, float]]:
-    """Microseconds in a chain of all layers' gates, as in a step."""
+    """Microseconds of norm and gate_up of all layers, one after the other as in a step."""
     ways = {name: quantized(decoder, quantization) for name, quantization in MODES.items()}
     found = {}
     for rows in (1, 4, 16, 64):

@@ -1,9 +1,9 @@
-"""What sampling options and drafting methods cost in captured cycles: for `gpu.py`.
+"""Measures the cost of sampling options and drafting methods in captured cycles, for `gpu.py`.
 
-Each option is measured against the same requests without it, in turns, in a closed loop; medians. Penalties and sampling
-change the text, and so how well it is drafted for: `per_cycle` is the ratio with that taken out (tokens/s over acceptance
-length). Structured output is stood in for by a mask of the benchmark's own that bans a few tokens and takes FILL_US
-microseconds of the host a position, about what a grammar library takes.
+Each option is compared with the same requests without it, in alternating closed loops; medians. Penalties and sampling change
+the text, and so its acceptance length: `per_cycle` is the ratio corrected for that (tokens/s divided by acceptance length). For
+structured output the benchmark uses its own mask, which bans a few tokens and takes FILL_US microseconds of host time per
+position, about as long as a grammar library.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gpu import Bench
 
 OPTION_USERS = [1, 16]
-FILL_US = 8  # of a grammar's mask for one position: xgrammar 0.2.8 with a JSON schema and 49,152 tokens takes 7 on average
+FILL_US = 8  # time of a grammar's mask per position: xgrammar 0.2.8 with a JSON schema and 49,152 tokens takes 7 on average
 TREE = TreeShape(width=4, nodes=12)
 MIXED = "mixed"  # every request has another option
 
@@ -60,11 +60,11 @@ class BannedTokens:
 
 class Option(NamedTuple):
     settings: dict[str, Any]
-    without: dict[str, Any]  # of the same requests without the option
+    without: dict[str, Any]  # settings of the same requests without the option
 
 
 def option_table(vocab_size: int, max_tokens: int) -> dict[str, Option]:
-    """By name. Tokens that options name are the vocabulary's last: they hardly ever come, so that texts stay the same."""
+    """The options by name. They name only the vocabulary's last tokens, which are rarely generated, so texts stay the same."""
     rare = range(vocab_size - 5, vocab_size)
     greedy, sampled = {"temperature": 0.0}, {"temperature": 0.8, "seed": 1}
 
@@ -84,7 +84,7 @@ def option_table(vocab_size: int, max_tokens: int) -> dict[str, Option]:
 
 
 def mixed_settings(vocab_size: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Sixteen different ones."""
+    """Settings of sixteen requests, all different."""
     table = {name: option.settings for name, option in option_table(vocab_size, max_tokens).items()}
     rare = tuple(range(vocab_size - 20, vocab_size))
     sampled = table["sampled"]
@@ -125,7 +125,7 @@ def options(bench: Bench) -> dict[str, object]:
 
 
 def num_requests(bench: Bench, users: int) -> int:
-    """Of a closed loop: a single user has as many as four, so that single prompts weigh less."""
+    """Requests of a closed loop. Fewer than four users get as many as four, so that a single prompt weighs less."""
     return bench.args.option_requests * max(users, 4)
 
 
@@ -136,7 +136,7 @@ def option_speeds(bench: Bench, engine: Engine, users: int, way: str) -> dict[st
     record_ahead(engine, users, [engine.controller.limit], every_mode, [len(prompt) for prompt in prompts])
 
     def run(settings: Sequence[dict[str, Any]]) -> tuple[float, float]:
-        """Tokens/s a user and acceptance length."""
+        """Tokens/s per user and acceptance length."""
         common = {"max_tokens": tokens, "ignore_eos": True}
         params = [SamplingParams(**common, **settings[index % len(settings)]) for index in range(count)]
         before = replace(engine.stats)
@@ -172,8 +172,8 @@ def option_speeds(bench: Bench, engine: Engine, users: int, way: str) -> dict[st
 
 
 def cycle_times(bench: Bench) -> dict[str, dict[str, object]]:
-    """Of each drafting method, greedy: `replay_us` of replays on the device with all rows running, `as_run_us` of the engine's
-    loop, wall clock, and `recorded_us` of replays with empty rows, which is what the engine first goes by."""
+    """Cycle times of each drafting method, greedy: `replay_us`, replays on the device with all rows running; `as_run_us`, wall
+    clock in the engine's loop; `recorded_us`, replays with empty rows, which the engine's first cost estimate uses."""
     print("\n== cycles: microseconds")
     methods = {"plain": Speculation(None), "n-gram, depth 5": Speculation("ngram", 5)}
     if bench.drafter is not None:
@@ -210,7 +210,7 @@ def one_cycle_time(bench: Bench, engine: Engine, rows: int) -> dict[str, object]
 
 
 def latent_drafter(bench: Bench) -> EagleDrafter:
-    """Random weights, with latent attention in the proportions of DeepSeek's."""
+    """A drafter of random weights, with latent attention in DeepSeek's proportions."""
     target = bench.decoder.config
     base = DrafterConfig(
         vocab_size=target.vocab_size,
@@ -224,7 +224,7 @@ def latent_drafter(bench: Bench) -> EagleDrafter:
         max_positions=target.max_positions,
         aux_layer_ids=default_aux_layers(target.num_layers),
     )
-    if bench.drafter is not None:  # its sizes, so that the two compare
+    if bench.drafter is not None:  # the same sizes, so that the two can be compared
         base = replace(bench.drafter.config, attention_bias=False, mlp_bias=False, qk_norm=False)
     size = base.head_dim
     mla = MLAConfig(kv_lora_rank=4 * size, qk_nope_head_dim=size, qk_rope_head_dim=size // 2, v_head_dim=size)

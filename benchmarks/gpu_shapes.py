@@ -1,5 +1,5 @@
-"""Models of published shapes with random weights, made on the device in their type; and what a step of them must read and
-compute: for `gpu.py --shape`."""
+"""Makes models of published shapes with random weights on the device, and computes what a step must read and compute; for
+`gpu.py --shape`."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ SHAPES: dict[str, ModelConfig] = {
     "32b": _qwen3(151936, 5120, 25600, 64, 64, 8, 128, 40960),
     "30b-a3b": _qwen3_moe(151936, 2048, 6144, 48, 32, 4, 128, 40960),  # Qwen3
 }
-# Shapes whose layers are quantised, as a checkpoint of that format is read; embedding and head stay plain.
+# Shapes whose layers are quantised as in a checkpoint of that format; embedding and head stay plain.
 FORMATS = {"8b-fp8": "fp8", "8b-int4": "awq"}
 SHAPES |= dict.fromkeys(FORMATS, SHAPES["8b"])
 
 
 def drafter_config(target: ModelConfig) -> DrafterConfig:
-    """EAGLE 3.1 of the target's width."""
+    """The configuration of an EAGLE 3.1 drafter with the target's width."""
     return DrafterConfig(
         vocab_size=target.vocab_size,
         draft_vocab_size=min(DRAFT_VOCABULARY, target.vocab_size),
@@ -81,7 +81,7 @@ def drafter_config(target: ModelConfig) -> DrafterConfig:
 def random_decoder(
     config: ModelConfig, device: torch.device | str, dtype: torch.dtype = torch.bfloat16, format: str | None = None
 ) -> Decoder:
-    """`format`: one of `FORMATS`, of the layers' linears."""
+    """A decoder of random weights. `format`: quantisation of the layers' linears, a value of `FORMATS`."""
     with ShapesOnly():
         decoder = Decoder(config)
     _fill(decoder, device, dtype)
@@ -98,7 +98,7 @@ def random_decoder(
 
 
 def awq_weight(weight_OI: torch.Tensor, group: int = 128) -> QuantizedWeight:
-    """Rounded to four bits with a scale and a zero point a group, and in the form in which AWQ files are read."""
+    """The weight rounded to four bits with a scale and a zero point per group, in the form that AWQ files are loaded in."""
     groups = weight_OI.float().unflatten(1, (-1, group))
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     scales = ((high - low) / 15).half()
@@ -113,7 +113,7 @@ def random_drafter(config: DrafterConfig, device: torch.device | str, dtype: tor
     with ShapesOnly():
         drafter = EagleDrafter(config)
     _fill(drafter, device, dtype)
-    # An ascending choice of the target's tokens, evenly spread.
+    # The draft vocabulary: target tokens in ascending order, evenly spread.
     ids = torch.arange(config.draft_vocab_size)
     drafter.d2t = (ids * config.vocab_size // config.draft_vocab_size - ids).to(device)
     drafter.rotary = Rotary(config.rotary_dim, config.max_positions, config.rope).to(device)
@@ -121,8 +121,8 @@ def random_drafter(config: DrafterConfig, device: torch.device | str, dtype: tor
 
 
 def _fill(network: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Every tensor is made where it stays, in its type. Outputs of linears and logits then vary by about one, so that the two
-    best of many tokens lie close together: a difference in rounding shows in the text."""
+    """Fills every tensor on the device, in its final type. Outputs of linears and logits have a spread of about one, so the two
+    best tokens are close and a difference in rounding shows in the text."""
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in list(network.named_parameters()):
         owner, _, attribute = name.rpartition(".")
@@ -137,7 +137,7 @@ def _fill(network: nn.Module, device: torch.device | str, dtype: torch.dtype) ->
 
 
 def random_prompts(config: ModelConfig, count: int, length: int, least: int | None = None) -> list[list[int]]:
-    """`least`: lengths vary from there to `length`; None: all have it."""
+    """Random prompts. `least`: lengths vary from `least` to `length`; None: all have `length`."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, config.vocab_size, (count, length), generator=generator).tolist()
     shortest = length if least is None else least
@@ -146,45 +146,45 @@ def random_prompts(config: ModelConfig, count: int, length: int, least: int | No
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes that a pass must read and operations that it must do, and how fast the device could at best."""
+    """The bytes that a pass must read and its operations, and the least time these take on the device."""
 
     config: ModelConfig
     drafter: DrafterConfig | None
     itemsize: int = 2
-    layer_bits: float | None = None  # of a weight of the layers' linears; None: as all others
+    layer_bits: float | None = None  # bits per weight of the layers' linears; None: as all other weights
     bytes_per_s: float = 4.8e12
     flops_per_s: float = 990e12
 
     @property
     def all_weights(self) -> float:
-        """Bytes, the embedding included, a tied one once."""
+        """Bytes of all weights, with the embedding; a tied one counts once."""
         return self.itemsize * (num_parameters(self.config) - self._saved(self._layer_linears))
 
     def _saved(self, num_weights: float) -> float:
-        """Numbers of `itemsize` that quantised layers do not read."""
+        """Bytes that quantisation saves, in units of `itemsize`."""
         return 0.0 if self.layer_bits is None else num_weights * (1 - self.layer_bits / 8 / self.itemsize)
 
     def read_experts(self, tokens: int) -> float:
-        """The share of the experts that so many tokens read, if the router chose at random."""
+        """The fraction of the experts that this many tokens read, if the router chooses at random."""
         moe = self.config.moe
         return 1.0 if moe is None else 1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens
 
     def cycle_us(self, rows: int, context: int, depth: int) -> float:
-        """The least time of a plain step (depth 0) or of a cycle: bandwidth or arithmetic, whichever takes longer."""
+        """The least time of a plain step (depth 0) or of a cycle: the larger of the times for memory and for arithmetic."""
         config, verified = self.config, rows * (depth + 1)
         unread = self._experts * (1 - self.read_experts(verified))
         weights = self._linears - unread - self._saved(self._layer_linears - unread)
         flops = 2 * self._active * verified
         if depth and self.drafter is not None:
             fc, layer, head = drafter_parts(self.drafter)
-            # Taken in the accepted span (fc and layer), then depth - 1 steps of the layer; a head for each drafted token.
+            # fc and layer run over the accepted span, then depth - 1 steps of the layer; the head once per drafted token.
             weights += fc + depth * (layer + head)
             flops += 2 * (verified * (fc + layer) + rows * ((depth - 1) * layer + depth * head))
         cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * rows * context
         return 1e6 * max((weights + cache) * self.itemsize / self.bytes_per_s, flops / self.flops_per_s)
 
     def prefill_flops(self, num_prompts: int, length: int) -> float:
-        """Causal attention included; the head for each prompt's last token alone."""
+        """Operations of a prefill, with causal attention; the head only for each prompt's last token."""
         config, tokens = self.config, num_prompts * length
         head = config.vocab_size * config.hidden_size
         attention = 4 * config.num_layers * config.num_heads * config.head_dim * tokens * (length + 1) / 2
@@ -192,13 +192,13 @@ class Work:
 
     @property
     def _experts(self) -> int:
-        """Numbers in all experts."""
+        """The number of weights in all experts."""
         moe = self.config.moe
         return 0 if moe is None else 3 * len(moe.layers) * moe.num_experts * moe.intermediate_size * self.config.hidden_size
 
     @property
     def _active(self) -> float:
-        """Numbers in the linears that a token goes through, the head included."""
+        """The number of weights in the linears that one token uses, with the head."""
         moe = self.config.moe
         return self._linears if moe is None else self._linears - self._experts * (1 - moe.experts_per_token / moe.num_experts)
 
@@ -208,7 +208,7 @@ class Work:
 
     @property
     def _linears(self) -> int:
-        """Numbers in the linears, the head included."""
+        """The number of weights in all linears, with the head."""
         embedding = 0 if self.config.tie_embeddings else self.config.vocab_size * self.config.hidden_size
         return num_parameters(self.config) - embedding
 
@@ -219,7 +219,7 @@ def num_parameters(config: ModelConfig) -> int:
 
 
 def drafter_parts(config: DrafterConfig) -> tuple[int, int, int]:
-    """Numbers in the projection of the taps, in the layers, and in the head."""
+    """The numbers of weights in the projection of the taps, in the layers, and in the head."""
     with ShapesOnly():
         network = EagleDrafter(config)
 
@@ -230,10 +230,10 @@ def drafter_parts(config: DrafterConfig) -> tuple[int, int, int]:
 
 
 def peak_rates(device: torch.device | str) -> dict[str, float]:
-    """Of the device's datasheet: bytes/s and dense bf16 operations/s; with what its memory clock and bus give, where told."""
+    """Peak bytes/s and dense bf16 operations/s from the device's datasheet, and bytes/s from its memory clock and bus width."""
     known = {"H200": (4.8e12, 990e12), "H100": (3.35e12, 990e12), "A100": (2.04e12, 312e12), "L40S": (0.864e12, 362e12)}
     if torch.device(device).type != "cuda":
-        return {"bytes_per_s": 20e9, "flops_per_s": 100e9}  # no more than a guess: without a GPU only the code is tried
+        return {"bytes_per_s": 20e9, "flops_per_s": 100e9}  # a guess: without a GPU only the code is tested
     properties = torch.cuda.get_device_properties(device)
     clock, bus = (getattr(properties, name, 0) for name in ("memory_clock_rate", "memory_bus_width"))  # kHz, bits
     by_clock = 2 * clock * 1e3 * bus / 8

@@ -1,10 +1,10 @@
-"""Figures as they come, for `gpu.py`."""
+"""Prints figures as soon as they are measured, for `gpu.py`."""
 
 from __future__ import annotations
 
 
 def shown(name: str, figures: dict[str, object]) -> dict[str, object]:
-    """Printed as it comes: a run that is cut short has said what it knew."""
+    """Prints figures at once, so that an aborted run has printed what it measured; returns them."""
     print(f"  {name:>24}  " + "  ".join(f"{k} {brief(v)}" for k, v in figures.items()), flush=True)
     return figures
 

@@ -1,8 +1,8 @@
-"""Step times, closed loop, prefill and start of a model of a published shape (`gpu_shapes.py`), beside vLLM and beside the
-same step on cuBLAS: the stages of `gpu.py --shape`.
+"""The stages of `gpu.py --shape`: step times, closed loop, prefill and start of a model of a published shape (`gpu_shapes.py`),
+compared with vLLM and with the same step on cuBLAS.
 
-The figures of a step are of replays of captured graphs, with all rows running at the same context length. Keys and values are
-noise: what a step takes does not depend on them, and prefilling 256 prompts of a 32B model takes longer than timing it.
+Step times are those of replays of captured graphs, with all rows running at the same context length. Keys and values are noise:
+the time of a step does not depend on them, and prefilling 256 prompts of a 32B model takes longer than timing it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ShapeBench:
     config: ModelConfig
     args: argparse.Namespace
     device: str = "cuda"
-    capture: bool | None = None  # False: without graphs, on any device
+    capture: bool | None = None  # False: run without graphs, on any device
     results: Figures = field(default_factory=dict)
 
     @property
@@ -95,7 +95,7 @@ class ShapeBench:
         return build_engine(self.decoder, speculation, config, capture=self.capture)
 
     def free(self) -> None:
-        """Gives the device's memory back, before another process needs it."""
+        """Frees the device's memory, before another process needs it."""
         for name in ("decoder", "drafter"):
             vars(self).pop(name, None)
         gc.collect()
@@ -108,7 +108,7 @@ class ShapeBench:
 
 @torch.inference_mode()
 def place_rows(batch: DeviceBatch, count: int, context: int, tokens: int) -> None:
-    """Rows as after a prefill of `context` tokens, with pages for so many more."""
+    """Sets up `count` rows as after a prefill of `context` tokens, with pages for `tokens` more."""
     each = pages_a_row(batch.lookahead, context, tokens)
     inits = [RowInit(row, range(context), range(row * each, (row + 1) * each), tokens) for row in range(count)]
     batch.state.rows.active.zero_()
@@ -126,7 +126,7 @@ def pages_a_row(lookahead: int, context: int, tokens: int) -> int:
 
 @torch.inference_mode()
 def step_us(batch: DeviceBatch, count: int, depth: int, steps: int = STEPS) -> float:
-    """Microseconds a replay, all rows running."""
+    """Microseconds per replay, with all rows running."""
     shape = (size_for(batch.sizes, count), depth, GREEDY, *batch.kv_bucket(CONTEXT))
     batch.record([shape])
     place_rows(batch, count, CONTEXT, tokens_for(depth, steps))
@@ -139,15 +139,15 @@ def step_us(batch: DeviceBatch, count: int, depth: int, steps: int = STEPS) -> f
 
 
 def tokens_for(depth: int, steps: int) -> int:
-    """Of the answer: what every row may at most be given while it is timed, and some."""
+    """Answer length for a timed run: the most that a row may get, and some more."""
     return (depth + 1) * (steps + 8)
 
 
 def steps(bench: ShapeBench) -> Figures:
-    """By rows and depth: microseconds, those of the same step on cuBLAS, the least the device could take, and the share of it.
+    """By rows and depth: microseconds, the same on cuBLAS, the least time the device could take, and its ratio to the time.
 
-    `weights_share`: all weights over the bandwidth, over the time: the floor that does not count the cache and counts an
-    embedding that is not read.
+    `weights_share`: the time to read all weights, divided by the step time; it ignores the KV cache, and counts an embedding
+    that is not read.
     """
     args, work = bench.args, bench.work
     depth, most = args.step_depth, max(args.concurrency)
@@ -165,7 +165,7 @@ def steps(bench: ShapeBench) -> Figures:
     for way, change in ways.items():
         forget(batch)
         with change():
-            for count, deep in points[::-1]:  # the largest first: the others share its memory
+            for count, deep in points[::-1]:  # the largest first: the others reuse its graph memory
                 figures = found.setdefault(label(count, deep), {"rows": count, "depth": deep})
                 figures[way] = step_us(batch, count, deep)
                 if way == "us":
@@ -191,7 +191,7 @@ def label(rows: int, depth: int) -> str:
 
 
 def prefill(bench: ShapeBench) -> Figures:
-    """Prompts that arrive together, to the first token of the last of them; without a drafter."""
+    """Times prompts that arrive together until the first token of the last one, without a drafter."""
     count, length = PREFILL_PROMPTS, min(PREFILL_LENGTH, bench.config.max_positions - 8)
     engine = bench.build(count, count * (length + 2 * DEVICE_PAGE_SIZE))
     prompts = random_prompts(bench.config, count, length)
@@ -202,7 +202,7 @@ def prefill(bench: ShapeBench) -> Figures:
         closed_loop(engine, prompts, params, count)
         return time.perf_counter() - began
 
-    for _ in range(2):  # kernels are compiled; what is recorded on second use is
+    for _ in range(2):  # warm-up: compiles kernels and captures graphs, which happens at the second use
         seconds()
     lasted = statistics.median(seconds() for _ in range(bench.args.rounds))
     flops = bench.work.prefill_flops(count, length)
@@ -211,12 +211,12 @@ def prefill(bench: ShapeBench) -> Figures:
 
 
 def loop_sizes(users: int) -> int:
-    """Requests of a closed loop."""
+    """The number of requests of a closed loop."""
     return max(4, 2 * users)
 
 
 def loop(bench: ShapeBench) -> Figures:
-    """Plain decoding, prompts included. Drafts of random weights are never accepted: there is no speculative figure."""
+    """Closed loop of plain decoding, prompts included. No speculative figure: drafts of random weights are never accepted."""
     found: Figures = {}
     most = max(bench.args.loop_users)
     engine = bench.build(most, most * DEVICE_PAGE_SIZE * pages_a_row(0, CONTEXT, LOOP_TOKENS + 1))
@@ -235,7 +235,7 @@ def loop(bench: ShapeBench) -> Figures:
 
 
 def vllm(bench: ShapeBench) -> Figures:
-    """The same in a process of its own: dummy weights for the target, the same random drafter from a file."""
+    """Runs vLLM in its own process, with dummy weights for the target and the same random drafter from a file."""
     args = bench.args
     if bench.name in FORMATS:
         return {"problem": "dummy weights are bf16; compare with the plain shape"}
@@ -287,7 +287,7 @@ def vllm(bench: ShapeBench) -> Figures:
 
 
 def start(bench: ShapeBench) -> Figures:
-    """From a new process to a ready engine, with default settings: no kernel compiled before, then with all of them cached."""
+    """Times the start from a new process to a ready engine with default settings: no kernel compiled, then all cached."""
     bench.free()
     found: Figures = {}
     with tempfile.TemporaryDirectory() as cache:
@@ -304,7 +304,7 @@ def start(bench: ShapeBench) -> Figures:
 
 
 def start_here(name: str) -> None:
-    """What `start` times; prints one line of JSON."""
+    """Runs in the process that `start` times; prints one line of JSON."""
     began = time.perf_counter()
     config = SHAPES[name]
     decoder = random_decoder(config, "cuda", format=FORMATS.get(name))
@@ -321,13 +321,13 @@ def start_here(name: str) -> None:
 
 
 def fit(bench: ShapeBench) -> Figures:
-    """Whether the model starts with default settings in `--memory-gib` of the device's memory, and what it takes there."""
+    """Whether the model starts with default settings in `--memory-gib` of the device's memory, and how much it uses."""
     found: Figures = {}
     total = torch.cuda.get_device_properties(0).total_memory
     limit = int(bench.args.memory_gib * 2**30) or total
     bench.free()
     torch.cuda.set_per_process_memory_fraction(min(limit / total, 1.0))
-    ballast = torch.empty(max(total - limit, 0), dtype=torch.uint8, device="cuda")  # what the card has more is not there
+    ballast = torch.empty(max(total - limit, 0), dtype=torch.uint8, device="cuda")  # blocks the rest of the card's memory
     try:
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -351,7 +351,7 @@ def fit(bench: ShapeBench) -> Figures:
 
 
 def print_table(results: Figures) -> None:
-    """Fledge beside vLLM, as far as both are known."""
+    """Prints Fledge's and vLLM's figures side by side."""
     theirs = results.get("vllm", {})
     lines = [["µs", "", "on cuBLAS", "vLLM", "vLLM / ours", "of the roofline", "weights over time"]]
     for name, one in results.get("steps", {}).items():

@@ -1,10 +1,10 @@
-"""Launch configs of a layer's linears by the time of a whole step: what `gpu_linears.py` finds is tried again beside attention.
+"""Chooses launch configs of a layer's linears by the time of a whole step, with attention, unlike `gpu_linears.py`.
 
     python benchmarks/gpu_step_forms.py --model 135m --rows 16,64 --fill     # half a minute; writes measured.py
 
-A linear that is fastest in a chain of linears may leave attention no room: 16 rows of 135M took 645 µs a step with a form of
-qkv that saved 0.8 µs a layer in the chain, and 472 before. Each linear in turn takes the form with which the step takes least,
-twice over, from the table's forms on, at several numbers of programs up to which attention's may fill a multiprocessor.
+A linear that is fastest in a chain of linears may leave attention no room: 16 rows of 135M took 645 µs per step with a form of
+qkv that saved 0.8 µs per layer in the chain, and 472 before. Starting from the table's forms, each linear in turn gets the form
+with the fastest step; this is done twice, and for several limits up to which attention's programs may fill a multiprocessor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fledge.kernels.linear.dispatch import Case
 
 Form = tuple[str, tuple[int, ...]]
 CONTEXT, STEPS = 200, 40
-GAIN = 0.995  # a form must take less than this share of the time before
+GAIN = 0.995  # a form is taken if the step takes less than this fraction of the time before
 
 
 class Search:
@@ -61,7 +61,7 @@ class Search:
             yield
 
     def compile(self, fews: list[int]) -> None:
-        """Every kernel that will be tried, by all cores."""
+        """Compiles every kernel that will be tried, on all cores."""
         forms = self.table_forms()
         with compile_ahead.side_by_side():
             for few in fews:
@@ -75,7 +75,7 @@ class Search:
             return step_us(self.batch, self.rows, 0, STEPS)
 
     def choose(self, few: int) -> tuple[dict[str, Form], dict[str, Any]]:
-        """The forms, and the figures of the way there."""
+        """Returns the fastest forms and their figures."""
         forms = self.table_forms()
         least = before = self.time(forms, few)
         for name in (*self.kinds, *self.kinds):
@@ -87,7 +87,7 @@ class Search:
 
 
 def with_forms(configs: dict, kinds: Mapping[str, Kind], rows: int, forms: Mapping[str, Form]) -> dict:
-    """The table with these forms for so many rows and for fewer that had the same entry."""
+    """The table with these forms for `rows` rows, and for fewer rows that had the same entry."""
     changed = dict(configs)
     for name, form in forms.items():
         key = kinds[name].key
@@ -102,9 +102,9 @@ def main() -> None:
     parser.add_argument("--model", default="135m", choices=sorted(set(MODELS) & set(SHAPES)))
     parser.add_argument("--rows", default="16,64")
     parser.add_argument(
-        "--few", default="", help="programs of attention that may fill a multiprocessor, by comma; default: as is"
+        "--few", default="", help="more limits of attention's programs to try, with commas; default: only the current one"
     )
-    parser.add_argument("--fill", action="store_true", help="write measured.py with what was fastest as attention is")
+    parser.add_argument("--fill", action="store_true", help="write measured.py with the fastest forms at the current limit")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     began, configs, found = time.perf_counter(), dispatch.CONFIGS, []

@@ -1,4 +1,4 @@
-"""What recorded steps take on a GPU, whole and by kernel."""
+"""Times captured steps on a GPU, as a whole and by kernel."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ H200_BYTES_PER_S = 4.8e12
 
 
 def filled(bench: Bench, rows: DeviceBatch, concurrency: int, tokens: int) -> None:
-    """Prompts in the first rows, with pages for so many more tokens. Nothing else may use the batch meanwhile."""
+    """Prefills prompts into the first rows, with pages for `tokens` more. Nothing else may use the batch meanwhile."""
     rows.state.rows.active.zero_()
     page, entries = 0, []
     for row, prompt in enumerate(bench.some_prompts(concurrency)):
@@ -34,7 +34,7 @@ def filled(bench: Bench, rows: DeviceBatch, concurrency: int, tokens: int) -> No
 
 @torch.inference_mode()
 def step_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, steps: int = 40) -> float:
-    """Microseconds a replay, all rows running."""
+    """Microseconds per replay, with all rows running."""
     size = size_for(rows.sizes, concurrency)
     tokens = (depth + 1) * (steps + 8)
     filled(bench, rows, concurrency, tokens)
@@ -47,9 +47,9 @@ def step_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, ste
 
 
 def forget(rows: DeviceBatch) -> None:
-    """Cycles are recorded anew: something in them has changed."""
+    """Drops all captured cycles, after a change to what they contain."""
     rows.graphs.graphs.clear()
-    rows.graphs.pool = None  # torch refuses a pool whose graphs are all gone
+    rows.graphs.pool = None  # torch refuses a pool whose graphs have all been freed
 
 
 def profile(bench: Bench) -> dict[str, object]:
@@ -71,7 +71,7 @@ def profile(bench: Bench) -> dict[str, object]:
 
 @torch.inference_mode()
 def launch_time(bench: Bench, rows: DeviceBatch, concurrency: int, depth: int, steps: int = 10) -> float:
-    """Microseconds that the host is busy with launching a step while the device has nothing to do."""
+    """Host time in microseconds to launch a step while the device is idle."""
     filled(bench, rows, concurrency, (depth + 1) * (steps + 8))
     seconds = []
     for _ in range(steps):

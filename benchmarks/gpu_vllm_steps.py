@@ -1,8 +1,8 @@
-"""vLLM with dummy weights: step times by rows and depth, prefill and closed loop. Run by `gpu_sizes.py` as a script, with
-vLLM on PYTHONPATH: imports nothing of this package.
+"""Measures vLLM with dummy weights: step times by rows and depth, prefill and closed loop. Run by `gpu_sizes.py` as a script,
+with vLLM on PYTHONPATH; imports nothing of this package.
 
-A step's time is the time between two outputs of its engine while all rows decode. Its settings are the defaults, but CUDA
-graphs are captured for the sizes that are timed alone (up to 512 tokens, its own default limit), which spares minutes.
+The step time is the time between two outputs of vLLM's engine while all rows decode. Settings are vLLM's defaults, except that
+CUDA graphs are captured only for the sizes that are timed (up to 512 tokens, vLLM's default limit), which saves minutes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(task_file: str, out_file: str) -> None:
             "method": "eagle3",
             "model": task["drafter"],
             "num_speculative_tokens": depth,
-            # From the file: with dummy weights vLLM would take the target's head, which has another vocabulary.
+            # Loaded from the file: with dummy weights vLLM would use the target's head, which has another vocabulary.
             "draft_load_config": {"load_format": "auto"},
         }
         llm = LLM(
@@ -63,7 +63,7 @@ def main(task_file: str, out_file: str) -> None:
 
         for rows in task["rows"]:
             name = f"{rows} rows, depth {depth}" if depth else f"{rows} rows, plain"
-            # Every draft may be accepted, though random weights never agree.
+            # Long enough even if every draft were accepted, although random weights never agree.
             tokens = (depth + 1) * (WARM + TIMED + 4) + rows // 16
             ends = run(engine, prompts(task, rows, task["context"]), params(tokens), rows)[1]
             us = 1e6 * step_seconds(ends, rows)
@@ -93,8 +93,8 @@ def prompts(task: dict, count: int, length: int) -> list[dict]:
 
 
 def run(engine, texts: list[dict], params, users: int) -> tuple[int, list[tuple[float, int, int]], float]:
-    """A closed loop: tokens, and seconds in all; between them, for each output of the engine, when it came, how many requests
-    it is of, and how many of them ended with it."""
+    """Serves all texts in a closed loop. Returns the number of tokens; for each output of the engine its time, its number of
+    requests and how many of these ended; and the total seconds."""
     ends = []
     tokens, waiting, running = 0, list(enumerate(texts)), set()
     began = time.perf_counter()
@@ -114,7 +114,7 @@ def run(engine, texts: list[dict], params, users: int) -> tuple[int, list[tuple[
 
 
 def step_seconds(ends: list[tuple[float, int, int]], rows: int) -> float:
-    """The median time between outputs that are of all rows and end none; the first few of them warm up."""
+    """The median time between consecutive outputs of all rows in which no request ended; the first few are warm-up."""
     whole = [index for index, (_, count, ended) in enumerate(ends) if count == rows and not ended]
     gaps = [ends[two][0] - ends[one][0] for one, two in pairwise(whole) if two == one + 1]
     return statistics.median(gaps[WARM:][:TIMED])
@@ -125,7 +125,7 @@ def say(text: str) -> None:
 
 
 def write(out_file: str, found: dict) -> None:
-    """After every figure: a run that is cut short has said what it knew."""
+    """Writes the results. Called after every figure, so that an aborted run keeps what it measured."""
     with open(out_file + ".new", "w") as file:
         json.dump(found, file)
     os.replace(out_file + ".new", out_file)

@@ -1,10 +1,10 @@
-"""Types of the KV cache on a CPU: decoding speed behind a long prompt, bytes a token, and what they change in the output.
+"""Compares types of the KV cache on a CPU: decoding speed after a long prompt, bytes per token, and changes of the output.
 
     python benchmarks/kv_cache.py [MODEL] [--lengths 1000 4000] [--rounds 3] [--json FILE]
     python benchmarks/kv_cache.py [MODEL] --quality [--json FILE]
 
-Speed: engines of all types in one process, in turns; medians. `--quality`: a text of the project's own documents, 512 tokens a
-pass, against float32: how often the likeliest next token is the same, and the mean KL divergence.
+Speed: engines of all types in one process, alternating; medians. `--quality`: with the project's own documents, 512 tokens per
+pass, compared with float32: how often the most likely next token is the same, and the mean KL divergence.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def say(text: str) -> None:
 
 
 def speed(model: str, drafter: str, ids: list[int], length: int, rounds: int) -> dict[str, Any]:
-    """The prompt is prefilled in the first round and found in the cache afterwards."""
+    """Decoding speed of every type. The prompt is prefilled in the first round and taken from the prefix cache afterwards."""
     options = {"max_model_len": length + TOKENS + 32, "max_num_seqs": 1}
     llms = {name: LLM(model, drafter, kv_cache_dtype=name, **options) for name in CPU_CACHE_DTYPES}
     prompt, params = ids[:length], SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
@@ -64,14 +64,14 @@ def speed(model: str, drafter: str, ids: list[int], length: int, rounds: int) ->
         one = found[name]
         print(
             f"{length:5d} tokens  {name:8s} {one['tokens_per_second']:6.1f} tokens/s, prefill {prefill[name]:6.0f}, "
-            f"{one['cache_bytes_per_token'] / 1024:.1f} KiB a token, text as with float32: {one['same_text_as_float32']}",
+            f"{one['cache_bytes_per_token'] / 1024:.1f} KiB per token, same text as float32: {one['same_text_as_float32']}",
             flush=True,
         )
     return found
 
 
 class Scorer:
-    """Logits of a text's tokens, chunk by chunk, with a cache of one type."""
+    """Computes log-probabilities for a text, chunk by chunk, with a KV cache of one type."""
 
     def __init__(self, decoder: Decoder, name: str, num_tokens: int) -> None:
         config = decoder.config

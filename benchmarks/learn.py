@@ -1,16 +1,16 @@
-"""What `fledge serve --learn` is worth and costs, on one device.
+"""Measures the gain and the cost of `fledge serve --learn` on one device.
 
     python benchmarks/learn.py all --data DIR --output learn.json        all of these, in one process; 25 minutes on an H200
     python benchmarks/learn.py stream --data DIR                         code in other programming languages
-    python benchmarks/learn.py stream --kinds german spanish french      the self-made stream of `learn_stream.py`
-    python benchmarks/learn.py day0 --data DIR                           no drafter at first, against the shipped one
+    python benchmarks/learn.py stream --kinds german spanish french      the generated stream of `learn_stream.py`
+    python benchmarks/learn.py day0 --data DIR                           without a drafter at first, against the shipped one
     python benchmarks/learn.py cost                                      tokens/s and inter-token latency, with and without
-    python benchmarks/learn.py probe --kinds german json                 the shipped drafter's acceptance, kind by kind
+    python benchmarks/learn.py probe --kinds german json                 the shipped drafter's acceptance by kind of prompt
 
 `--data`: a folder with stream/code.jsonl.gz, eval/*.jsonl and train/prompts.jsonl.gz. `stream`: acceptance length at depth 5 on
-held-out prompts of the stream and on old sets, before and after some thousands of requests, against the frozen drafter and
-against one trained offline on the same answers. Held-out prompts are served with learning switched off. Requests arrive by
-chance, `--rate` a second: how much is learnt from one depends on the time between two. `--toy`: a toy target on a CPU.
+held-out prompts of the stream and on old sets, before and after some thousands of requests, compared with the frozen drafter
+and with one trained offline on the same answers. Held-out prompts are served with learning switched off. Requests arrive at
+random, `--rate` per second: how much is learned from one depends on the time until the next. `--toy`: a toy target on a CPU.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ from fledge.training.recipe import OptimizerRecipe
 from fledge.training.targets import toy
 
 MODEL = "smollm2-135m"
-REACHED_IN_A_ROW = 2  # measurements of day 0 above the aim: the first alone may be luck
+REACHED_IN_A_ROW = 2  # consecutive measurements of day 0 that must reach the aim: a single one may be chance
 
 
 class Setting:
-    """Target, drafter and how prompts become tokens."""
+    """The target, the drafter, the tokenizer, and the configuration of engines."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.tokenizer: Tokenizer | None = None
-        # Two engines may share the device: neither takes all of its memory.
+        # Two engines may share the device, so neither may take all of its memory.
         tokens = args.users * args.max_model_len
         sizes = {"max_num_seqs": args.users, "max_model_len": args.max_model_len, "kv_cache_tokens": tokens}
         self.config = EngineConfig(device=args.device, **sizes)
@@ -110,7 +110,7 @@ class Setting:
         for line in engine.warm_up():
             print(line, flush=True)
         if self.args.toy:
-            engine.drafter.fallback = None  # the drafter alone
+            engine.drafter.fallback = None  # no n-grams, only the drafter
         return engine
 
     def plain(self, drafter: EagleDrafter | None, *, fixed: bool = True) -> Engine:
@@ -120,16 +120,16 @@ class Setting:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """First turns of a JSONL file, packed or not, or of all in a folder."""
+    """First turns of a JSONL file, plain or gzipped, or of all such files in a folder."""
     if path.is_dir():
         return [text for file in sorted(path.glob("*.jsonl*")) for text in read_prompts(file)]
     content = path.read_bytes()
-    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()  # of bytes: texts hold U+2028
+    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()  # bytes: texts may contain U+2028
     return [json.loads(line)["turns"][0] for line in lines]
 
 
 def apart(path: Path, count: int) -> tuple[list[str], list[str]]:
-    """The first prompts of a file, and the others that ask for none of the same tasks: `92` in MBJP/92 and MBKP/92, the same
+    """The first `count` prompts of a file, and the others without those of the same tasks: MBJP/92 and MBKP/92 ask for the same
     function in two programming languages."""
     with gzip.open(path, "rt") as file:
         items = [(one["id"].rpartition("/")[2], one["turns"][0]) for one in map(json.loads, file)]
@@ -149,7 +149,7 @@ def toy_prompts(kind: str, count: int, seed: int) -> list[list[int]]:
 def serve(
     engine: Engine, waiting: Iterator[Sequence[int]], users: int, max_tokens: int, *, rate: float = 0.0, learn: bool = True
 ) -> list[Request]:
-    """A closed loop of users; with a `rate`, requests arrive by chance, so many a second, up to `users` at a time."""
+    """Serves all prompts in a closed loop; with a `rate`, they arrive at random, `rate` per second, at most `users` at once."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0)
     done: list[Request] = []
     chance, due, is_left = random.Random(0), time.perf_counter(), True
@@ -172,8 +172,8 @@ def counts_of(requests: Sequence[Request]) -> list[Count]:
 
 
 class Measured:
-    """Acceptance on held-out prompts and on old sets, with learning switched off: counts by prompt, so that errors are
-    paired."""
+    """Measures acceptance on held-out prompts and old sets with learning switched off; counts are by prompt, so that errors
+    are paired."""
 
     def __init__(self, setting: Setting, sets: dict[str, Sequence[Sequence[int]]]) -> None:
         self.sets, self.users, self.tokens = sets, setting.args.users, setting.args.tokens
@@ -188,7 +188,7 @@ class Measured:
 
 
 def figures(now: dict[str, list[Count]], first: dict[str, list[Count]]) -> dict[str, Any]:
-    """Acceptance length by set, and its ratio to the first one's with a standard error; `old`: all sets but the stream."""
+    """Acceptance length by set, its ratio to the first measurement and the standard error; `old`: all sets but the stream."""
     pooled = [
         {**one, "old": [count for name, some in one.items() if name != "stream" for count in some]} for one in (now, first)
     ]
@@ -202,7 +202,7 @@ def figures(now: dict[str, list[Count]], first: dict[str, list[Count]]) -> dict[
 
 
 def stream(setting: Setting, *, kinds: Sequence[str] | None, deadline: float) -> dict[str, Any]:
-    """`kinds`: of the self-made stream; None: that of `--data`."""
+    """Serves a stream and measures what is learned. `kinds`: those of the generated stream; None: the stream in `--data`."""
     args = setting.args
     fixed: list[list[int]] = []
     sets: dict[str, Sequence[Sequence[int]]] = {}
@@ -266,7 +266,7 @@ def until(deadline: float, endless: Iterator[Sequence[int]], count: int) -> Iter
 
 
 def offline(hook: Learning, first: dict[str, torch.Tensor], samples: list[Sample], args: argparse.Namespace) -> EagleDrafter:
-    """The first weights trained by the learner's steps on all answers of the stream, for epochs: what there was to gain."""
+    """The first weights, trained with the learner's steps on all answers of the stream for some epochs: the possible gain."""
     learner, candidate = hook.learner, hook.learner.candidate
     candidate.start_over(first, args.offline_rate)
     room = learner.config.batch_tokens
@@ -282,7 +282,7 @@ def offline(hook: Learning, first: dict[str, torch.Tensor], samples: list[Sample
                 batch = []
             batch.append(one)
         batches.append(batch)
-    is_too_much = len(samples) * 200 > hook.ring.max_tokens  # memory is meant for less: read again in the next epoch
+    is_too_much = len(samples) * 200 > hook.ring.max_tokens  # states do not fit into memory: computed again in every epoch
     for number, batch in enumerate(batches):
         for _ in learner._read_missing(batch):
             pass
@@ -298,7 +298,7 @@ def offline(hook: Learning, first: dict[str, torch.Tensor], samples: list[Sample
 
 
 def cost(setting: Setting) -> dict[str, Any]:
-    """Closed loops of users on the same prompts, with and without learning, in turn; inter-token times of all requests."""
+    """Runs closed loops on the same prompts, with and without learning alternately; tokens/s and inter-token times."""
     args, results = setting.args, {}
     if args.toy:
         served = toy_prompts("tell", 64, 1)
@@ -317,7 +317,7 @@ def cost(setting: Setting) -> dict[str, Any]:
         for number in range(args.rounds):
             for name in list(engines) if number % 2 else list(engines)[::-1]:
                 runs[name].append(timed_loop(engines[name], served, users, args))
-                hook.budget.rest()  # the other engine's turn is not this one's serving time
+                hook.budget.rest()  # the other engine's run must not count as serving time of this one
         found = {name: {key: statistics.median(run[key] for run in some) for key in some[0]} for name, some in runs.items()}
         found["tokens_per_s_ratio"] = found["with"]["tokens_per_s"] / found["without"]["tokens_per_s"]
         found["p99_ratio"] = found["with"]["p99_ms"] / max(found["without"]["p99_ms"], 1e-9)
@@ -328,7 +328,7 @@ def cost(setting: Setting) -> dict[str, Any]:
     results["share_of_time"] = spent.learning / max(spent.serving, 1e-9)
     results["announced_bytes"] = hook.num_bytes
     if torch.cuda.is_available():
-        # Beyond two engines that do not learn; with what a training step works with, which is not announced.
+        # What is used beyond two engines without learning; includes a training step's buffers, which `num_bytes` does not.
         results["measured_bytes"] = torch.cuda.max_memory_allocated() - begin - 2 * plain_bytes
     results["stats"] = hook.stats()
     return results
@@ -367,14 +367,14 @@ def timed_loop(engine: Engine, served: Sequence[Sequence[int]], users: int, args
 
 
 def day_zero(setting: Setting, *, deadline: float) -> dict[str, Any]:
-    """From the target's last layer until 80 % of the shipped drafter's acceptance on the same held-out prompts."""
+    """Starts from the target's last layer; serves until 80 % of the shipped drafter's acceptance on held-out prompts."""
     args = setting.args
     if args.toy:
         all_prompts = toy_prompts("tell", 256, 1)
         held_out, served, aim = all_prompts[:16], all_prompts[16:], 1.5
     else:
         texts = read_prompts(args.data / "train")
-        random.Random(args.seed).shuffle(texts)  # its sources come one after the other
+        random.Random(args.seed).shuffle(texts)  # the file is sorted by source
         tokens = list(itertools.islice(setting.encode(texts), args.unique))
         held_out, served = tokens[: args.held_out], tokens[args.held_out :]
         aim = 0.8 * acceptance_length(Measured(setting, {"stream": held_out})(setting.plain(setting.drafter))["stream"]).value
@@ -404,7 +404,7 @@ def day_zero(setting: Setting, *, deadline: float) -> dict[str, Any]:
 
 
 def probe(setting: Setting) -> dict[str, Any]:
-    """The shipped drafter's acceptance length by kind of prompt: which stream is a shift."""
+    """The shipped drafter's acceptance length by kind of prompt, to find streams unlike its training data."""
     args = setting.args
     engine = setting.plain(setting.drafter)
     found = {}
@@ -419,7 +419,7 @@ def probe(setting: Setting) -> dict[str, Any]:
 
 
 def everything(setting: Setting, write: Any) -> dict[str, Any]:
-    """Each part has its share of `--max-seconds`; what it has found by then is written when it ends."""
+    """Runs all parts. Each has a part of `--max-seconds`; its results are written when it ends."""
     args, results = setting.args, {}
     parts = {
         "stream_data": (0.3, lambda deadline: stream(setting, kinds=None, deadline=deadline)),
@@ -429,7 +429,7 @@ def everything(setting: Setting, write: Any) -> dict[str, Any]:
     }
     for name, (share, run) in parts.items():
         began = time.perf_counter()
-        # A part's start and its offline run come on top of what it serves.
+        # The deadline is for serving; the rest of the time is for the part's start and its offline run.
         results[name] = run(began + 0.6 * share * args.max_seconds)
         results[name]["part_seconds"] = time.perf_counter() - began
         if "curve" in results[name]:
@@ -445,15 +445,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("all", "stream", "cost", "day0", "probe"))
     parser.add_argument("--output", type=Path, default=Path("learn.json"))
-    parser.add_argument("--data", type=Path, help="folder of prompts; without it a stream is made of --kinds")
-    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), help="of the self-made stream")
+    parser.add_argument("--data", type=Path, help="folder of prompts; without it a stream is generated from --kinds")
+    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), help="kinds of prompts in the generated stream")
     parser.add_argument("--unique", type=int, default=6000, help="prompts of a stream before it repeats")
     parser.add_argument("--replay-step", type=int, default=97, help="every n-th of the training prompts may be replayed")
     parser.add_argument("--fixed", type=int, default=256, help="prompts of the fixed set")
     parser.add_argument("--marks", type=int, nargs="+", default=[1000, 5000, 20000])
     parser.add_argument("--held-out", type=int, default=128)
     parser.add_argument("--users", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=80.0, help="requests a second; 0: a closed loop of users")
+    parser.add_argument("--rate", type=float, default=80.0, help="requests per second; 0: a closed loop of users")
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--depth", type=int, default=5)
     parser.add_argument("--budget", type=float, default=5.0)

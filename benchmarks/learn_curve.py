@@ -1,4 +1,4 @@
-"""The picture of a stream: acceptance length over the requests served, live and on held-out ones, with the swaps marked."""
+"""Plots a stream: acceptance length over the requests served, live and on held-out prompts, with drafter swaps marked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """`results`: of `stream` in `learn.py`."""
+    """Draws the plot. `results`: the result of `stream` in `learn.py`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -21,7 +21,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     def plot(name: str, label: str, colour: str, marker: str) -> list[float]:
         lengths = [results["at"][str(mark)][name] for mark in marks]
-        # Of the ratio to the first: what a pair has in common is not noise.
+        # Errors of the ratio to the first measurement: differences between prompts cancel in pairs.
         errors = [lengths[0] * (results["at"][str(mark)][f"{name}_ratio"]["error"] or 0.0) for mark in marks]
         axis.errorbar(marks, lengths, errors, color=colour, marker=marker, capsize=3, label=label)
         return lengths

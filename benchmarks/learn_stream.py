@@ -1,6 +1,6 @@
-"""A stream of prompts unlike the shipped drafter's training data: other natural languages, JSON, tables, summaries.
+"""Generates a stream of prompts unlike the shipped drafter's training data: other natural languages, JSON, tables, summaries.
 
-All of it is made from the templates below, by a seed: nothing is copied from a data set. Prompts do not repeat.
+Prompts are generated from the templates below and a seed; nothing is copied from a data set. They do not repeat.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ KINDS: dict[str, Callable[[random.Random], str]] = {
 
 
 def prompts(kinds: list[str], seed: int = 0) -> Iterator[str]:
-    """Without end, without repetition, the kinds in turn by chance."""
+    """Yields an endless stream of different prompts of randomly chosen kinds."""
     draw, seen = random.Random(seed), set()
     while True:
         text = KINDS[draw.choice(kinds)](draw)

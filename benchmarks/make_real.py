@@ -1,13 +1,13 @@
-"""`fledge make` for a real target in a given time, then acceptance length on prompts that it has never seen.
+"""Runs `fledge make` for a real target in a given time, then measures acceptance length on unseen prompts.
 
     python benchmarks/make_real.py smollm2-135m --seconds 1500 --prompts prompts.jsonl.gz --sets humaneval.jsonl,gsm8k.jsonl
         --out runs/smollm2 --json make-smollm2.json
 
 `--twin` trains an EAGLE 3 drafter on the same batches. The target answers the first turn of every prompt greedily (stops
-honoured); drafters are rolled out over those answers as in `acceptance.py`: micro, chain, standard errors over answers, looping
-answers also apart. `--context FILE` asks the first set's prompts once more, behind a long text.
-The whole ends after `--seconds`: what is there by then is in the JSON file, which is written after every part. Where the time
-for `fledge make` ends while it trains, the best drafter so far is measured. The same command goes on.
+honoured), and drafters draft over those answers as in `acceptance.py`: micro, chain, standard errors over answers, looping
+answers also separately. `--context FILE` repeats the first set's prompts after a long text.
+Everything ends after `--seconds`. The JSON file is written after every part, so it has what was measured by then. If the time
+for `fledge make` ends while it trains, the best drafter so far is measured. The same command continues a run.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from fledge.training.journal import read_journal
 from fledge.training.make import Interrupted, make
 from fledge.training.targets.continuations import continuations
 
-START_SECONDS = 20.0  # before the clock of `fledge make` runs: importing torch and transformers
-STOP_SECONDS = 30.0  # that training gets to save what it has, when it is told to stop
+START_SECONDS = 20.0  # imports of torch and transformers, before the clock of `fledge make` starts
+STOP_SECONDS = 30.0  # time that training gets to save its state after SIGTERM
 
 
 class TimeOver(Exception):
-    """Raised by the alarm."""
+    """Raised by the alarm at the end of `--seconds`."""
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -51,24 +51,24 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", help="folder, hub id, GGUF file or built-in name")
     parser.add_argument("--out", type=Path, required=True, help="folder of `fledge make`")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, required=True, help="for everything")
-    parser.add_argument("--measure-seconds", type=float, default=150.0, help="of these, for acceptance on --sets")
-    parser.add_argument("--prompts", type=Path, help="to train on; default: the target writes them")
-    parser.add_argument("--sets", default="", help="files of prompts to measure on, never trained on, with commas between")
-    parser.add_argument("--limit", type=int, default=80, help="prompts of each")
+    parser.add_argument("--seconds", type=float, required=True, help="time for everything")
+    parser.add_argument("--measure-seconds", type=float, default=150.0, help="part of it for acceptance on --sets")
+    parser.add_argument("--prompts", type=Path, help="prompts to train on; default: the target writes them")
+    parser.add_argument("--sets", default="", help="files of prompts to measure on, never trained on; with commas")
+    parser.add_argument("--limit", type=int, default=80, help="prompts per set")
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--context", type=Path, help="a text put before the first set's prompts, measured as a set of its own")
+    parser.add_argument("--context", type=Path, help="a text put before the first set's prompts, measured as another set")
     parser.add_argument("--context-tokens", type=int, default=6000)
-    parser.add_argument("--drafter", action="append", default=[], metavar="NAME=FOLDER", help="measured too")
+    parser.add_argument("--drafter", action="append", default=[], metavar="NAME=FOLDER", help="another drafter to measure")
     parser.add_argument("--twin", action="store_true")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--commit", help="of the code, where there is no git")
-    parser.add_argument("--inside", help=argparse.SUPPRESS)  # this process is the one that makes
+    parser.add_argument("--commit", help="commit of the code, if there is no git")
+    parser.add_argument("--inside", help=argparse.SUPPRESS)  # set in the process that runs `fledge make`
     return parser.parse_args(words)
 
 
 def run_make(args: argparse.Namespace, sets: Sequence[Path], seconds: float) -> int:
-    """In a process of its own, which gives all memory back. Its exit code; it is ended when its time is over."""
+    """Runs `fledge make` in its own process, so that its memory is freed; stops it after `seconds`. Returns its exit code."""
     settings = {"hours": max(10.0, seconds - START_SECONDS) / 3600, "twin": args.twin, "device": args.device}
     paths = {"prompts": args.prompts and str(args.prompts), "decontaminate": [str(path) for path in sets]}
     words = [args.model, "--out", str(args.out), "--json", str(args.json), "--seconds", "0"]
@@ -101,7 +101,7 @@ def make_inside(args: argparse.Namespace) -> None:
 
 
 def drafter_folders(args: argparse.Namespace) -> dict[str, Path]:
-    """What there is to measure: the finished drafter, or the best of an unfinished training."""
+    """The drafters to measure: each finished one, or the best of an unfinished training, and those of `--drafter`."""
     run = args.out / "run"
     places = {
         "eagle3.1": [args.out / "drafter", run / "eagle3.1" / "best", run / "best"],
@@ -113,7 +113,7 @@ def drafter_folders(args: argparse.Namespace) -> dict[str, Path]:
 
 
 def training_course(run: Path) -> dict[str, Any]:
-    """Evaluations, speed and memory of each training of the run's folder."""
+    """Evaluations, speed and memory of each training in the run's folder."""
     course = {}
     for log in sorted([*run.glob("log.jsonl"), *run.glob("*/log.jsonl")]):
         lines = read_journal(log)
@@ -138,9 +138,9 @@ def prompt_sets(args: argparse.Namespace, sets: Sequence[Path], tokenizer: Token
 
 
 def measure_all(args: argparse.Namespace, sets: Sequence[Path], results: dict[str, Any]) -> None:
-    """Set by set, each in the results and on disk as soon as it is measured."""
+    """Measures set by set; each is added to the results and written to disk at once."""
     device, folder = resolve_device(args.device), resolve(args.model)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # as it is trained for
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # the same as in training
     tokenizer, decoder = Tokenizer(folder), load_decoder(folder, dtype, device)
     drafters = {
         name: load_drafter(path, decoder.config, dtype=dtype).to(device) for name, path in drafter_folders(args).items()
@@ -161,7 +161,7 @@ def measure_all(args: argparse.Namespace, sets: Sequence[Path], results: dict[st
 
 
 def table(results: dict[str, Any]) -> str:
-    """Acceptance length ± standard error by depth; the ratio is over the EAGLE 3 twin, answer by answer."""
+    """A Markdown table of acceptance length ± standard error by depth, and the ratio to the EAGLE 3 twin, answer by answer."""
     lines = ["| set | drafter | " + " | ".join(f"depth {depth}" for depth in DEPTHS) + " | depth 5, no loops | over EAGLE 3 |"]
     lines.append("|---|---|" + "---:|" * (len(DEPTHS) + 2))
     for name, found in results["sets"].items():
@@ -200,7 +200,7 @@ def main(words: Sequence[str] | None = None) -> None:
     try:
         measure_all(args, sets, results)
     except TimeOver:
-        print(f"the time is over; measured: {', '.join(results['sets']) or 'nothing'}", flush=True)
+        print(f"--seconds is over; measured: {', '.join(results['sets']) or 'nothing'}", flush=True)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -1,9 +1,9 @@
-"""Families against transformers: one layer at a real model's width, random weights, few experts.
+"""Compares families with transformers: one layer at a real model's width, random weights, few experts.
 
     python benchmarks/parity.py [--device cuda] [--json FILE]
 
-Logits and states of the network in fp32 and bf16; log-probabilities of what the engine writes (a CPU's executor, or a GPU's
-captured cycles); whether it writes the same with an EAGLE drafter and with a latent-attention one, both of random weights.
+Compares logits and states of the network in fp32 and bf16, and log-probabilities of the engine's answers (the CPU executor, or
+captured cycles on a GPU). Checks that answers are the same with an EAGLE and a latent-attention drafter of random weights.
 """
 
 from __future__ import annotations
@@ -94,19 +94,19 @@ LENGTHS, ANSWER = (1, 30, 7, 19), 24
 
 @dataclass(frozen=True)
 class Differences:
-    """Largest ones, as shares of the largest logit and of the largest state."""
+    """The largest differences, relative to the largest logit and the largest state."""
 
     logits: float
     states: float
 
 
 def reference(name: str, folder: Path, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """A model of transformers, also in `folder`; its weights are what a file in bf16 holds."""
+    """A transformers model, also saved in `folder`; its weights are rounded to bf16."""
     family, sizes = WIDTHS[name]
     kind = getattr(transformers, "Gemma3TextConfig" if family == "Gemma3" else f"{family}Config")
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(kind(**{**SMALL, **TOKENS, **sizes})).eval().requires_grad_(False)
-    for parameter in model.parameters():  # larger than a new model's, so that logits are of a usual size
+    for parameter in model.parameters():  # larger than in a new model, so that logits have a realistic size
         parameter.copy_((3 * parameter if parameter.dim() > 1 else parameter).bfloat16())
     model = model.to(dtype)
     model.save_pretrained(folder)
@@ -147,7 +147,7 @@ def engine_answers(folder: Path, device: str, network: EagleDrafter | None) -> l
 
 
 def engine_row(folder: Path, model: transformers.PreTrainedModel, device: str) -> dict[str, Any]:
-    """How far the engine's log-probabilities are from those of transformers in fp32, and whether drafters change its text."""
+    """The largest difference of the engine's log-probabilities from transformers in fp32, and answers that drafters keep."""
     plain, furthest = engine_answers(folder, device, None), 0.0
     for request in plain:
         logits = model(torch.tensor([request.tokens])).logits[0, len(request.prompt) - 1 : -1]

@@ -1,13 +1,13 @@
-"""What 8-bit and 4-bit targets cost and give: tokens/s plain and speculative for one user, bytes, floor, agreement.
+"""Measures 8-bit and 4-bit targets: tokens/s plain and speculative for one user, bytes, time floor, agreement.
 
     python benchmarks/quantization.py [--json FILE] [--prompts FILE] [--device cuda] [--tokens 128] [--rounds 3]
 
-All runs are of one process and alternate, so that a busy moment hits all of them; the median of the rounds counts. Agreement
-with the unquantised target, greedy: the share of an answer before the first token that differs, and the share of the positions
-of the unquantised answer at which the quantised target, shown that answer so far, would have said the same token.
+All runs are in one process and alternate, so that other load on the machine affects all of them; the median of the rounds
+counts. Agreement with the unquantised target, greedy: the fraction of an answer before the first differing token, and the
+fraction of positions of the unquantised answer at which the quantised target, given that answer so far, chooses the same token.
 
-A model that comes as a GGUF file has been quantised before: int4 may then bring back the file's own weights, and agreement says
-how little 8 and 4 bits lose of those, not of the weights that the file was made from.
+A model from a GGUF file is already quantised: int4 may then restore the file's own weights, and agreement compares with those
+and not with the weights that the file was made from.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fledge.engine.config import EngineConfig
 from fledge.models.decoder import Decoder, causal_attend
 from fledge.sampling import SamplingParams
 
-Runs = dict[tuple[str, str], list[Run]]  # by quantisation and way of decoding
+Runs = dict[tuple[str, str], list[Run]]  # (quantisation, plain or speculative) -> runs
 
 
 def main() -> None:
@@ -37,7 +37,9 @@ def main() -> None:
     case = Case(options.drafter, options.depth)
     engines = {}
     for quantization in options.quantizations.split(","):
-        dtype = "auto" if quantization == "gguf" else options.dtype  # a dtype that is asked for unpacks a file's own blocks
+        dtype = (
+            "auto" if quantization == "gguf" else options.dtype
+        )  # with an explicit dtype, a GGUF file's blocks would be unpacked
         config = EngineConfig(options.device, dtype, quantization, max_num_seqs=1, prefix_caching=False)
         bench = Bench(options.model, config, items, options.tokens)
         engines[quantization] = (bench, {"plain": bench.plain, "speculative": bench.engine(case)})
@@ -59,11 +61,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--drafter", default="auto")
     parser.add_argument("--depth", default=5)
-    parser.add_argument("--quantizations", default="none,int8,int4", help="the first is compared with")
+    parser.add_argument("--quantizations", default="none,int8,int4", help="the first is the reference")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--prompts", default="builtin", help="a file as `fledge bench --data` reads it")
-    parser.add_argument("--limit", type=int, default=1, help="conversations of each category; 0: all")
+    parser.add_argument("--prompts", default="builtin", help="a data set, as for `fledge bench --data`")
+    parser.add_argument("--limit", type=int, default=1, help="conversations per category; 0: all")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json")

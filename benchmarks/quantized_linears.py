@@ -1,8 +1,8 @@
-"""Quantised linears on a GPU, in 90 s: rows have the same bits in every kernel, what a layer of 8B takes, which tiles are best.
+"""Measures quantised linears on a GPU, in 90 s: the same bits in every kernel, the time of an 8B layer, the best tiles.
 
     python benchmarks/quantized_linears.py [--no-tests] [--no-sweep] [--out results.json]
 
-Kernels are compiled first, by as many processes as there are cores; the tests run in others of them.
+Kernels are compiled first, in one process per core; if the tests run too, they take half of the processes.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from fledge.kernels.quantization import QuantizedWeight, kept_fp8, quantize
 ROOT = Path(__file__).parents[1]
 TESTS = "tests/kernels/test_linear.py"
 ROWS, FORMATS = (1, 4, 8, 16, 32, 64), ("bf16", "fp8", "fp8 in blocks", "int8", "int4")
-SECONDS = 60.0  # for compiling and tests together; what runs longer is ended and reported
-# Of 8B: inputs, outputs of the weight, gated.
+SECONDS = 60.0  # limit for compiling and tests together; what runs longer is killed and reported
+# Linears of an 8B layer: inputs, outputs of the weight, gated.
 LAYER = {
     "qkv": (4096, 6144, False),
     "o": (4096, 4096, False),
     "gate_up": (4096, 28672, True),
     "down": (14336, 4096, False),
 }
-# What is tried. For few rows: `register_stream` with so many slices of the inputs. A slice is a warp. Other slices have other
-# bits: what is faster has to change `summation`, for all kernels. For 32 rows: the stream, which reads codes twice, and tiles
-# (outputs, rows, inputs, warps, stages); for 64 tiles.
+# Launch configurations to try. For few rows: `register_stream` with this many slices of the inputs. A slice is a warp. Other
+# slices give other bits: using a faster number would mean changing `summation` for all kernels. For 32 rows: the stream, which
+# reads codes twice, and tiles (outputs, rows, inputs, warps, stages). For 64 rows: tiles.
 FEW = [(2,), (4,), (8,)]
 SOME = {
     32: [(8,), (64, 32, 64, 4, 3), (64, 32, 64, 4, 6), (64, 32, 128, 4, 3), (128, 32, 64, 8, 4)],
     64: [(64, 64, 64, 4, 3), (64, 64, 64, 4, 6), (64, 64, 128, 4, 3), (128, 64, 64, 4, 4), (128, 64, 64, 8, 4)],
 }
-CACHE_BYTES = 200 << 20  # of copies of a weight, so that the device's cache has none of them
+CACHE_BYTES = 200 << 20  # total size of a weight's copies, so that none of them is in the device's cache
 
 
 class Job(NamedTuple):
-    """A linear in one format at a number of rows, in a given tile, streamed in so many slices or as dispatched."""
+    """A linear in one format with a number of rows. `tile`: a tile, a number of slices to stream in, or None: as dispatched."""
 
     format: str
     name: str
@@ -108,7 +108,7 @@ def jobs(sweep: bool) -> Iterator[Job]:
 
 
 def warm(part: int, parts: int, sweep: bool) -> None:
-    """Compiles its share of the kernels, those of one weight together."""
+    """Compiles every `parts`-th weight's kernels, from number `part` on."""
     kinds: dict[tuple[str, str], list[Job]] = {}
     for job in jobs(sweep):
         kinds.setdefault((job.format, job.name), []).append(job)
@@ -123,7 +123,7 @@ def warm(part: int, parts: int, sweep: bool) -> None:
 
 
 def microseconds(functions: list[Callable[[], Tensor]]) -> float:
-    """Of one, in a captured graph of all of them."""
+    """Microseconds per call, in a captured graph of all calls."""
     for function in functions[:2]:
         function()
     torch.cuda.synchronize()
@@ -143,7 +143,7 @@ def microseconds(functions: list[Callable[[], Tensor]]) -> float:
 
 
 def run_tests_and_warm(tests: bool, sweep: bool) -> list[str]:
-    """Lines for people: what failed."""
+    """Compiles all kernels and runs the tests in parallel; returns lines of text on what failed."""
     start, cores = time.monotonic(), os.cpu_count() or 4
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, *(() if sweep else ("--no-sweep",))]
@@ -211,7 +211,7 @@ def main() -> None:
                 key = (format, job.rows, name)
                 if job.tile is not None and took < best.get(key, (float("inf"), job))[0]:
                     best[key] = (took, job)
-    print("µs a layer of 8B (4 linears with norm or residual), and times bf16's speed; share of 4.8 TB/s")
+    print("µs per layer of 8B (4 linears with norm or residual), speed relative to bf16, and share of 4.8 TB/s")
     sizes = {"bf16": 2.0, "fp8": 1.0, "fp8 in blocks": 1.0 + 4 / 128, "int8": 1.0625, "int4": 0.5 + 4 / 128}
     weights_of_layer = sum(size * outputs for size, outputs, _ in LAYER.values())
     for rows in ROWS:

@@ -1,12 +1,12 @@
-"""`fledge regenerate` on one machine, end to end: answer tokens/s from the start of the command to the last line written.
+"""Measures `fledge regenerate` end to end: answer tokens/s from the start of the command to the last line written.
 
     python benchmarks/regeneration.py --prompts prompts.jsonl --count 20000 --max-tokens 320 --json figures.json
     python benchmarks/regeneration.py --decoder --checked 16     # also the decoder alone, and whether it is right
 
-The command's own function is measured, with the settings the command has: loading, rendering, text, loop detection and JSON
-included. `--decoder` then gives the same prompts' first turns to the generator alone: the difference is what the host costs.
+It runs the command's own function with the command's settings, including loading, rendering, detokenisation, loop detection and
+JSON. `--decoder` then gives the first turns of the same prompts to the generator alone: the difference is the host's cost.
 `--checked` runs greedy answers through the plain network: where its choice differs, the two logits must be a tie in bf16.
-Without a file of prompts, questions are made up.
+Without a file of prompts, questions are generated.
 """
 
 from __future__ import annotations
@@ -66,29 +66,29 @@ THINGS = [
     "haiku",
 ]
 PEOPLE = ["student", "nurse", "retired teacher", "software engineer", "ten-year-old", "journalist", "gardener", "museum guide"]
-# Logits of about 16 to 32 are an eighth apart in bf16; both paths may be off by one such step.
+# In bf16, logits between 16 and 32 have a spacing of 1/8; both paths may be off by one such step.
 TIE = 0.5
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="folder, hub id or built-in name")
-    parser.add_argument("--prompts", type=Path, help="JSON lines, as the command reads them; default: made-up questions")
-    parser.add_argument("--count", type=int, default=20_000, help="how many of them")
+    parser.add_argument("--prompts", type=Path, help="JSON lines, as the command reads them; default: generated questions")
+    parser.add_argument("--count", type=int, default=20_000, help="number of prompts")
     parser.add_argument("--max-tokens", type=int, default=320)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--concurrency", type=int)
-    parser.add_argument("--drafter", default="none", help="as the command takes it")
+    parser.add_argument("--drafter", default="none", help="as for the command")
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--processes", type=int, help="worker processes; default: as the command decides")
-    parser.add_argument("--out", type=Path, help="keep the answers here (must not exist); default: they are thrown away")
+    parser.add_argument("--out", type=Path, help="keep the answers in this file (must not exist); default: they are deleted")
     parser.add_argument("--decoder", action="store_true", help="also measure the generator alone")
     parser.add_argument("--checked", type=int, default=0, help="greedy answers compared with the plain network")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--commit", help="of the code measured; default: what git says")
+    parser.add_argument("--commit", help="commit of the code; default: git's")
     return parser.parse_args()
 
 
@@ -139,7 +139,7 @@ def end_to_end(
         "mean_answer_tokens": report.answer_tokens / report.answers,
         "looping": report.looping,
         "cut_off": report.cut_off,
-        # What the file holds must be what the report says.
+        # The file's contents must match the report.
         "file_agrees": len({conversation["id"] for conversation in written}) == report.conversations
         and sum(len(turn["answer_ids"]) for turn in turns) == report.answer_tokens,
     }
@@ -147,7 +147,7 @@ def end_to_end(
 
 
 def decoder_alone(generator: AnswerGenerator, prompts: list[list[int]], args: argparse.Namespace) -> dict[str, object]:
-    """Rendered prompts in, ids out; everything is loaded and recorded by now."""
+    """Measures the generator alone, from token ids to token ids; everything is loaded and captured before."""
     options = {"max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed}
     num_tokens = 0
     started = time.perf_counter()
@@ -172,7 +172,7 @@ def first_turns(path: Path, tokenizer: Tokenizer, args: argparse.Namespace, long
 
 @torch.inference_mode()
 def check(generator: AnswerGenerator, decoder: Decoder, prompts: list[list[int]], max_tokens: int) -> dict[str, object]:
-    """Feeds each answer to the plain network, which must have chosen the same tokens, but for ties."""
+    """Runs each answer through the plain network, which must choose the same tokens except at ties."""
     device = decoder.norm.weight.device
     widest, differing, total = 0.0, 0, 0
     for index, tokens, _ in generator.generate(prompts, max_tokens=max_tokens):
@@ -218,7 +218,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         prompts, out = args.prompts, args.out or Path(folder) / "answers.jsonl"
         if out.exists():
-            sys.exit(f"{out} exists: a run that goes on measures nothing; name another file")
+            sys.exit(f"{out} exists: continuing a run would measure only a part of it; name another file")
         if prompts is None:
             prompts = Path(folder) / "prompts.jsonl"
             lines = (json.dumps({"id": str(n), "prompt": text}) for n, text in enumerate(made_up(args.count, args.seed)))
@@ -242,7 +242,7 @@ def main() -> None:
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
     if not figures["file_agrees"]:
-        sys.exit("the file does not hold what the report says")
+        sys.exit("the contents of the file do not match the report")
     if not figures.get("ties_only", True):
         sys.exit("the answers differ from the plain network's by more than a tie")
 

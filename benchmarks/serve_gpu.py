@@ -1,15 +1,15 @@
-"""The server on a GPU: what of the engine's own speed reaches its callers, and vLLM's server under the same load.
+"""Measures the server on a GPU: how much of the engine's speed reaches clients, and vLLM's server under the same load.
 
     python benchmarks/serve_gpu.py --model FOLDER --drafter FOLDER --prompts humaneval.jsonl --json serving-h200.json
     PYTHONPATH=vllm-site python benchmarks/serve_gpu.py … --vllm plain,eagle
 
-Stages, each in processes of its own, one after the other:
-  engine   the engine that the server would build, in a closed loop: as many requests under way as there are users
+Stages, each in its own processes, one after the other:
+  engine   the engine that the server would build, in a closed loop with as many running requests as there are users
   http     the server, and the client of `fledge bench-serve` in several processes: the same prompts, lengths and users
   vllm     vLLM's server with the same client (`--vllm`: plain, eagle or both)
 
-Answers have `--tokens` tokens; end tokens do not end them. Of `--rounds` rounds the median counts. The time of every stage is
-printed; no level begins after `--seconds`. What was measured is in the JSON file after each level.
+Answers have `--tokens` tokens; end tokens are ignored. The median of `--rounds` rounds counts. The time of every stage is
+printed; no level begins after `--seconds`. The JSON file is written after each level.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fledge.bench.load import LoadReport, LoadSettings, run_level  # noqa: E402
 from fledge.bench.load_report import read_conversations  # noqa: E402
 
 TICKS = os.sysconf("SC_CLK_TCK")
-QUIET_SECONDS = 4.0  # two until the server counts as quiet, and time to record
+QUIET_SECONDS = 4.0  # two seconds until the server counts as idle, and time to capture graphs
 
 
 def numbers(text: str) -> list[int]:
@@ -58,24 +58,24 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--stages", default="engine,http,vllm")
     parser.add_argument("--server-flags", default="", help="more flags for `fledge serve`, such as '--api-workers 8'")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--processes", type=int, default=0, help="of the client; 0: by users and cores")
-    parser.add_argument("--vllm", default="", help="plain, eagle, or both by comma; empty: not measured")
+    parser.add_argument("--processes", type=int, default=0, help="client processes; 0: by users and cores")
+    parser.add_argument("--vllm", default="", help="plain, eagle, or both with a comma; empty: not measured")
     parser.add_argument("--vllm-depth", type=int, default=3)
     parser.add_argument("--vllm-drafter", help="folder of the drafter in vLLM's format; for --vllm eagle")
     parser.add_argument("--seconds", type=float, default=600, help="no level begins after this time")
-    parser.add_argument("--commit", help="of the code, where there is no git")
+    parser.add_argument("--commit", help="commit of the code, if there is no git")
     parser.add_argument("--json", help="write the figures to this file")
-    parser.add_argument("--as-engine", help=argparse.SUPPRESS)  # the stage's own process: where to write its figures
+    parser.add_argument("--as-engine", help=argparse.SUPPRESS)  # set in the engine stage's process: the file for its figures
     return parser.parse_args()
 
 
 def num_requests(users: int) -> int:
-    """As in `gpu.py`: many prompts at little load too, and at the end not all users have one."""
+    """Requests per round, as in `gpu.py`: many at low load too, because at the end some users have none left."""
     return max(32, min(64, 16 * users), 8 * users)
 
 
 def serve_words(args: argparse.Namespace) -> list[str]:
-    """Flags that the engine's own measurement and the server share. Without prefix caching: the prompts come again."""
+    """Flags for both the engine stage and the server. No prefix caching, because every round has the same prompts."""
     words = [args.model, "--served-model-name", "model", "--drafter", args.drafter, "--device", args.device]
     words += ["--max-model-len", str(args.max_model_len), "--max-num-seqs", str(max(args.concurrency))]
     return [*words, "--no-enable-prefix-caching", "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
@@ -89,7 +89,7 @@ def repeated(items: list[Any], count: int) -> list[Any]:
 
 
 def engine_stage(args: argparse.Namespace) -> None:
-    """In a process of its own: the figures by users, written as they come."""
+    """Measures the engine alone, in its own process; writes the figures after each number of users."""
     sys.path[:0] = [str(ROOT / "benchmarks")]
     from gpu_loop import closed_loop
 
@@ -100,7 +100,7 @@ def engine_stage(args: argparse.Namespace) -> None:
 
     engine, _ = build(flags.parse(serve_words(args)), Metrics("model"))
     prompts = [engine.tokenizer.apply_chat_template(list(one)) for one in read_conversations(args.prompts)]
-    engine.tokenizer = None  # tokens, as the server's engine gives them; text is made by others
+    engine.tokenizer = None  # as in the server, whose engine returns tokens; HTTP processes make text
     params = SamplingParams(max_tokens=args.tokens, temperature=0, ignore_eos=True)
     found: dict[str, dict[str, float]] = {}
     for users in args.concurrency:
@@ -109,7 +109,7 @@ def engine_stage(args: argparse.Namespace) -> None:
             return closed_loop(engine, repeated(prompts, count), [params] * count, users)
 
         run(max(2 * users, 16))
-        while engine.idle():  # what came again and was not recorded ahead is
+        while engine.idle():  # captures graphs that were used again and not captured ahead
             pass
         loops = [run(num_requests(users)) for _ in range(args.rounds)]
         total = statistics.median(loop.tokens_per_s for loop in loops)
@@ -126,7 +126,7 @@ def measure_engine(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
         try:
             subprocess.run([sys.executable, *sys.argv, "--as-engine", str(out)], timeout=max(seconds, 1), check=True)
         except subprocess.SubprocessError as error:
-            print(f"  the engine's stage ended early: {error}")
+            print(f"  the engine stage ended early: {error}")
         return json.loads(out.read_text())
 
 
@@ -135,7 +135,7 @@ def measure_engine(args: argparse.Namespace, seconds: float) -> dict[str, Any]:
 
 @contextmanager
 def server(command: list[str], environment: dict[str, str], seconds: float) -> Iterator[tuple[str, int]]:
-    """Its URL and process; ended with all that it started."""
+    """Starts a server and yields its URL and process id; at the end kills it and all its child processes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -164,7 +164,7 @@ def server(command: list[str], environment: dict[str, str], seconds: float) -> I
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            log.seek(0)  # last: a log that cannot be read must not leave the server running
+            log.seek(0)  # after the kill: an unreadable log must not leave the server running
             print("".join(f"  log: {one}" for one in log if "while requests waited" in one), end="", flush=True)
 
 
@@ -177,7 +177,7 @@ def _is_healthy(url: str) -> bool:
 
 
 def cpu_seconds(root: int) -> dict[int, float]:
-    """CPU time so far of a process and all below it."""
+    """CPU seconds so far of a process and all its descendants, by process id."""
     parents: dict[int, tuple[int, float]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -196,7 +196,7 @@ def cpu_seconds(root: int) -> dict[int, float]:
 
 
 def one_round(settings: LoadSettings, conversations: list[Any], users: int, pid: int) -> tuple[LoadReport, list[float]]:
-    """The report, and how many cores each of the server's processes used."""
+    """Runs one round; returns the report and how many cores each of the server's processes used."""
     before = cpu_seconds(pid)
     report = asyncio.run(run_level(settings, conversations, users))
     after = cpu_seconds(pid)
@@ -211,7 +211,7 @@ def measure_level(
     conversations = read_conversations(args.prompts)
     settings = LoadSettings(url, model=model, max_tokens=args.tokens, ignore_eos=True, timeout=120, processes=args.processes)
     one_round(settings, repeated(conversations, min(count, max(2 * users, 16))), users, pid)
-    time.sleep(QUIET_SECONDS)  # then our server records what came again
+    time.sleep(QUIET_SECONDS)  # while idle, Fledge's server captures graphs that were used again
     found = [one_round(settings, repeated(conversations, count), users, pid) for _ in range(rounds)]
     report, cores = sorted(found, key=lambda pair: pair[0].tokens_per_second)[(rounds - 1) // 2]
     reads = sum(len(sample.gaps) + 1 for sample in report.samples)
@@ -224,7 +224,7 @@ def measure_level(
 
 
 def longest_waits(report: LoadReport) -> dict[str, float]:
-    """For a first token and for a next one; a round that is much slower than others has one."""
+    """The longest waits for a first and for a next token; they explain a round that is much slower than the others."""
     first = max((one.first_token_seconds or 0.0 for one in report.samples), default=0.0)
     return {"first": 1e3 * first, "next": 1e3 * max((gap for one in report.samples for gap in one.gaps), default=0.0)}
 
@@ -284,7 +284,7 @@ def main() -> None:
                 print(HEADING)
                 for users in args.concurrency:
                     if left() < 0:
-                        print(f"  {users} users are left out: the time is over")
+                        print(f"  {users} users: skipped, --seconds is over")
                         continue
                     # A slower server gets fewer requests, and one round.
                     count, rounds = (max(16, 2 * users), 1) if few else (num_requests(users), args.rounds)

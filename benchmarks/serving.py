@@ -1,10 +1,10 @@
-"""Our server against real vLLM on CPU under the same load: the same model, drafter, prompts and client.
+"""Compares Fledge's server with vLLM's on a CPU under the same load: the same model, drafter, prompts and client.
 
     FLEDGE_VLLM_PYTHON=.venv-vllm/bin/python python -m benchmarks.serving --out benchmarks/results/serving-cpu
 
 `make test-vllm` makes that environment. Writes OUT.json, OUT.md and OUT.png. The client is that of `fledge bench-serve`. All
-servers run at once, but are paused except in their turns; turns alternate, so that a slow minute of the machine hits all of
-them, and the (lower) median counts. A turn waits for a quiet machine; one that other processes disturb is taken again.
+servers are started, and each is paused (SIGSTOP) except in its turns. Turns alternate, so that other load affects all servers,
+and the (lower) median counts. A turn waits for an idle machine, and is repeated if other processes disturb it.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from fledge.checkpoints.hf import load_config
 from fledge.drafters import DEFAULTS, HERE
 from tests.interop.runs import vllm_python
 
-# Shares of the machine's CPU time that others may use: when a turn begins, and during one that counts.
+# Fractions of the machine's CPU time that other processes may use: before a turn begins, and during a turn that counts.
 QUIET, DISTURBED = 0.05, 0.1
-ATTEMPTS = 3  # at a turn that others do not disturb
+ATTEMPTS = 3  # attempts at an undisturbed turn
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Server:
-    """A server process group of ours on a free port; paused except in its turns."""
+    """A server's process group on a free port; paused except in its turns."""
 
     def __init__(self, command: list[str], folder: Path, environment: dict[str, str]) -> None:
         with socket.socket() as probe:
@@ -85,11 +85,11 @@ class Server:
 class Contestant:
     name: str
     server: Server
-    speculate: bool | None = None  # Fledge decides per request, vLLM per server
+    speculate: bool | None = None  # Fledge switches speculation per request, vLLM per server
 
 
 def others_seconds() -> float:
-    """CPU time that processes outside this one's and its servers' have used, so far."""
+    """CPU seconds so far of all processes except this one and its servers."""
     busy = sum(int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:4])
     own = 0
     for process in Path("/proc").glob("[0-9]*/stat"):
@@ -118,7 +118,7 @@ def wait_until_quiet(patience: float) -> None:
 def take_turn(
     contestant: Contestant, settings: LoadSettings, prompts: list[Conversation], level: int
 ) -> tuple[LoadReport, float]:
-    """The report, and the share of the machine's CPU time that others had meanwhile."""
+    """Runs one turn; returns the report and the fraction of the machine's CPU time that other processes used meanwhile."""
     contestant.server.signal(signal.SIGCONT)
     settings = replace(settings, url=contestant.server.url, speculate=contestant.speculate)
     before, began = others_seconds(), time.monotonic()
@@ -133,7 +133,7 @@ def take_turn(
 
 
 def start(options: argparse.Namespace, folder: Path, servers: list[Server]) -> list[Contestant]:
-    """All contestants. `servers` is filled as they start, for whoever has to end them."""
+    """Starts all servers and returns the contestants. Each server is appended to `servers`, so that the caller can end it."""
     model = sources.resolve(options.model)
     longest = ["--max-model-len", "2048", "--max-num-seqs", str(max(options.concurrency))]
     drafter = export_drafter(
@@ -150,11 +150,11 @@ def start(options: argparse.Namespace, folder: Path, servers: list[Server]) -> l
         server.signal(signal.SIGSTOP)
         return server
 
-    # Without prefix caching: the prompts come again in every round.
+    # Without prefix caching: every round has the same prompts.
     versions: list[tuple[str, dict[str, str]]] = [("Fledge", {})]
     versions += [("Fledge before", {"PYTHONPATH": str(options.before.resolve())})] if options.before else []
     for dtype, (version, environment) in product(options.dtypes, versions):
-        # The default takes a GGUF file as it is; other types are made from the folder.
+        # The default uses a GGUF file directly; other types are loaded from the converted folder.
         words = [sys.executable, "-m", "fledge", "serve", options.model if dtype == "auto" else str(model)]
         words += ["--served-model-name", options.model, "--dtype", dtype, *longest]
         words += ["--speculative-config", json.dumps(speculative), "--uvicorn-log-level", "warning"]
@@ -183,9 +183,9 @@ def start(options: argparse.Namespace, folder: Path, servers: list[Server]) -> l
 
 
 def measure(options: argparse.Namespace, contestants: list[Contestant], prompts: list[Conversation]) -> list[dict[str, Any]]:
-    """One record a contestant and level: its rounds, as reports and disturbances."""
+    """Runs all turns. One record per contestant and level: its rounds, as reports and CPU fractions of other processes."""
     settings = LoadSettings("", model=options.model, max_tokens=options.max_tokens)
-    for contestant in contestants:  # first requests pay for caches and allocators
+    for contestant in contestants:  # warm-up: the first requests fill caches and allocators
         take_turn(contestant, replace(settings, max_tokens=8), prompts[: max(options.concurrency)], max(options.concurrency))
     records = [{"contestant": one, "level": level, "rounds": []} for level in options.concurrency for one in contestants]
     for number in range(options.rounds):
@@ -203,7 +203,7 @@ def measure(options: argparse.Namespace, contestants: list[Contestant], prompts:
 
 
 def median_round(record: dict[str, Any]) -> LoadReport:
-    """Of the turns that were not disturbed; of all where each was."""
+    """The median of the undisturbed turns; of all turns if each was disturbed."""
     calm = [report for report, others in record["rounds"] if others <= DISTURBED]
     ordered = sorted(calm or [report for report, _ in record["rounds"]], key=lambda report: report.tokens_per_second)
     return ordered[(len(ordered) - 1) // 2]
@@ -260,8 +260,8 @@ def _write_markdown(path: Path, content: dict[str, Any], runs: list[tuple[str, l
         f"{settings['model']} with its EAGLE 3.1 drafter at depth {settings['depth']}, greedy, up to {settings['max_tokens']}",
         "tokens an answer, stops honoured. The same client (that of `fledge bench-serve`) asks every server;",
         f"the median of {settings['rounds']} alternating rounds counts (the lower of two).{vllm}{before}",
-        "All without prefix caching, as the prompts come again in every round.",
-        "Fledge's `auto`, its default, takes the GGUF file's own 4 bits; float16 is packed weights with arithmetic in fp32.",
+        "All without prefix caching, because every round has the same prompts.",
+        "Fledge's `auto`, its default, uses the GGUF file's own 4 bits; float16 is packed weights with arithmetic in fp32.",
         "",
         f"{where['device']}; commit {where['commit']}. Turns in which other processes had more than {DISTURBED:.0%} of the",
         "machine's CPU time are in the JSON file and do not count"
@@ -298,12 +298,14 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--dtypes", type=lambda text: text.split(","), default=["auto", "float32"], help="of Fledge's servers")
-    parser.add_argument("--before", type=Path, help="another checkout of Fledge, measured beside this one")
+    parser.add_argument(
+        "--dtypes", type=lambda text: text.split(","), default=["auto", "float32"], help="dtypes of Fledge's servers"
+    )
+    parser.add_argument("--before", type=Path, help="another checkout of Fledge to measure too")
     parser.add_argument("--vllm-dtypes", type=lambda text: text.split(",") if text else [], default=["float32"])
     parser.add_argument("--vllm-threads", default="auto", help="VLLM_CPU_OMP_THREADS_BIND")
-    parser.add_argument("--vllm-compiled", action="store_true", help="let vLLM compile the model; eager by default")
-    parser.add_argument("--patience", type=float, default=60, help="seconds a turn waits for a quiet machine")
+    parser.add_argument("--vllm-compiled", action="store_true", help="let vLLM compile the model; default: eager")
+    parser.add_argument("--patience", type=float, default=60, help="seconds that a turn waits for an idle machine")
     return parser.parse_args()
 
 

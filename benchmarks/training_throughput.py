@@ -1,9 +1,9 @@
-"""Training throughput: tokens/s, peak memory and the target's share of the time.
+"""Measures training throughput: tokens/s, peak memory and the target's share of the time.
 
     python benchmarks/training_throughput.py --model smollm2-135m --sequence 2048 --rows 16
     python benchmarks/training_throughput.py --random-target --sequence 128 --rows 2 --steps 2     # CPU smoke run
 
-Tokens are random unless --data names answers; random tokens cost what real ones do, given the same share with a loss.
+Tokens are random unless --data names answers. Random tokens cost as much as real ones if the same fraction has a loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fledge.training.objective import Objective
 from fledge.training.recipe import ObjectiveRecipe, OptimizerRecipe
 from fledge.training.targets.target import DecoderTarget
 
-# SmolLM2-135M's shape: the figures do not depend on what the weights say.
+# SmolLM2-135M's shape: the figures do not depend on the values of the weights.
 SMOLLM2 = ModelConfig("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 8192, tie_embeddings=True)
 
 
@@ -50,7 +50,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--loss", default="kl")
     parser.add_argument("--chunk-rows", type=int)
     parser.add_argument("--document", type=int, default=700, help="mean length of a random document")
-    parser.add_argument("--loss-share", type=float, default=0.75, help="share of a random document that is answer")
+    parser.add_argument("--loss-share", type=float, default=0.75, help="fraction of a random document that has a loss")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--no-compile", action="store_true")

@@ -1,4 +1,4 @@
-"""What verifying a draft costs on CPU: a target pass over n tokens against one token, SmolLM2-135M, interleaved, medians.
+"""Measures the cost of verifying a draft on a CPU: a target pass over n tokens against one token, alternating, medians.
 
 python benchmarks/verify_cost.py [--json FILE]
 """

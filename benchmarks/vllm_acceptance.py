@@ -1,8 +1,8 @@
-"""Acceptance length per data set, ours against real vLLM on CPU: the same drafter, prompts, depth and greedy text.
+"""Compares acceptance length per data set with vLLM on a CPU: the same drafter, prompts, depth and greedy text.
 
     FLEDGE_VLLM_PYTHON=.venv-vllm/bin/python python -m benchmarks.vllm_acceptance --data data/eval/*.jsonl --out table.json
 
-`make test-vllm` makes that environment. Prints a Markdown table; ends with code 1 where the two differ by more than 1 %.
+`make test-vllm` makes that environment. Prints a Markdown table; exits with code 1 if the two differ by more than 1 %.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def _row(name: str, job: dict[str, Any], ours: dict[str, Any], theirs: dict[str,
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--drafter", default="", help="a folder; none: the one shipped for the model")
+    parser.add_argument("--drafter", default="", help="a folder; empty: the drafter shipped for the model")
     parser.add_argument("--data", nargs="+", default=["builtin"])
-    parser.add_argument("--prompts", type=int, default=8, help="of each data set")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts per data set")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--depth", type=int, default=3)

@@ -1,4 +1,4 @@
-"""Make a drafter for a model and serve it. The default target is a toy that is trained first; give it about two minutes.
+"""Make a drafter for a model and serve it. The default target is a toy that is trained first; it takes about two minutes.
 
 python examples/custom_drafter.py --model toy --out runs/toy-drafter
 python examples/custom_drafter.py --model ORG/MODEL --out runs/my-drafter --hours 2
@@ -22,9 +22,9 @@ parser.add_argument("--hours", type=float, default=0.02)
 parser.add_argument("--device", default="auto")
 options = parser.parse_args()
 
-# The target answers prompts, a drafter learns from the answers, and `doctor` checks it. Interrupted, it continues here.
+# The target answers prompts, a drafter is trained on the answers, and `doctor` checks it. After an interruption, run it again.
 made = make(options.model, options.out, hours=options.hours, device=options.device)
-assert made is not None  # None is for the other processes of torchrun
+assert made is not None  # only the other processes of torchrun get None
 print(f"drafter: {made.folder}; acceptance length by depth: {made.acceptance_length}")
 
 target = str(options.out / "toy" / "target") if options.model == "toy" else options.model

@@ -1,4 +1,4 @@
-"""Plot how a drafter drifts: what changes from draft step to draft step. A minute or two on two CPU cores.
+"""Plot how a drafter drifts from draft step to draft step. Takes a minute or two on two CPU cores.
 
 python examples/drift_plot.py --model smollm2-135m --drafter smollm2-135m-eagle3.1 --out drift.png
 `fledge drift` measures more, and writes a report.
@@ -20,11 +20,11 @@ from fledge.drift.suites import Settings
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="smollm2-135m")
 parser.add_argument("--drafter", action="append", help="may be repeated; default: smollm2-135m-eagle3.1")
-parser.add_argument("--max-tokens", type=int, default=32, help="of each answer")
+parser.add_argument("--max-tokens", type=int, default=32, help="maximum length of each answer")
 parser.add_argument("--out", type=Path, default=Path("drift.png"))
 options = parser.parse_args()
 
-# The probes over all prompts, and as little as possible of everything else.
+# Run the probes over all prompts, and as little as possible of everything else.
 settings = replace(
     Settings.quick(), max_tokens=options.max_tokens, prompts=1, templates=(), lengths=(256,), noise=(), temperatures=(0.0,)
 )

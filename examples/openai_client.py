@@ -11,7 +11,7 @@ from openai import OpenAI
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--url", default="http://localhost:8000/v1")
-parser.add_argument("--api-key", default="none", help="what the server was given as --api-key")
+parser.add_argument("--api-key", default="none", help="the server's --api-key")
 parser.add_argument("--max-tokens", type=int, default=128)
 options = parser.parse_args()
 

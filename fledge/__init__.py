@@ -21,7 +21,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Imported when asked for, so that `fledge --help` does not load torch."""
+    """Imports a public name on first access, so that `fledge --help` does not load torch."""
     from importlib import import_module
 
     if name not in _HOMES:

@@ -1,4 +1,4 @@
-"""Chat templates rendered by jinja2 alone, as transformers renders them."""
+"""Renders chat templates with jinja2 alone; the result is the same as from transformers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # put behind a message that is to be continued, to find its end in the text
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning; templates read the first two
+END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # appended to a message that is to be continued, to find its end in the rendered text
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning; templates read the first two
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what training counts; rendering leaves it as it is."""
+    """`{% generation %}` marks the text that training computes the loss on; rendering ignores the tag."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -35,7 +35,7 @@ class _Generation(Extension):
 
 
 class _SafeNamespace(Namespace):
-    """A template is a stranger's program: no way to Python's internals through names with underscores."""
+    """Refuses names with a leading underscore: templates are untrusted code and must not reach Python's internals."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if str(name).startswith("_"):
@@ -72,7 +72,7 @@ def render(
     continue_final_message: bool = False,
     **variables: Any,
 ) -> str:
-    """`variables`: the marks by their names (`bos_token` …), and what the caller adds for the template."""
+    """Returns the rendered text. `variables`: the special tokens by name (`bos_token` …) and the caller's own variables."""
     if not messages:
         raise ValueError("there are no messages")
     messages = [_with_reasoning(message) for message in messages]
@@ -86,19 +86,20 @@ def render(
     if not continue_final_message:
         return text
     if last.strip() not in text or END_MARK.strip() not in text:
-        raise ValueError("the last message cannot be continued: the template does not write it as it is")
+        raise ValueError("the last message cannot be continued: the template changes its text")
     end = text.rindex(END_MARK.strip())
-    # A template that strips messages has stripped the mark's own space: the text before it was to be stripped too.
+    # The mark ends in a space. If the template stripped it, it strips messages, and the text before the mark is stripped too.
     return text[:end] if text[end:].startswith(END_MARK) else text[:end].rstrip()
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under both keys that templates read."""
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     return dict(message) if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _marked(message: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The message with a mark at its end, and its text: of parts, the last that has one."""
+    """The message with END_MARK after its text, and that text. A content of several parts: the last part with a text."""
     content = message.get("content")
     if isinstance(content, str):
         return message | {"content": content + END_MARK}, content

@@ -1,4 +1,4 @@
-"""Configurations: frozen, complete, free of files. Each is built from a Hugging Face `config.json` dictionary."""
+"""Configurations of models and drafters, built from a Hugging Face `config.json` dictionary: frozen and without file access."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fledge.families import FAMILIES, read_fields
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only target: Llama, and what sets the other families apart from it (`families`)."""
+    """A decoder-only target. The defaults are Llama's; the other fields are what other families change (`families`)."""
 
     architecture: str
     vocab_size: int
@@ -36,16 +36,16 @@ class ModelConfig:
     tie_embeddings: bool = False
     windows: tuple[int | None, ...] = ()  # sliding window per layer; None: full attention
     moe: MoEConfig | None = None
-    activation: str = "silu"  # of the MLP's gate: silu | gelu_tanh
-    sandwich_norms: bool = False  # what attention and MLP add is normed too
-    unit_norms: bool = False  # files keep a norm's weight less one; ours stays in fp32
+    activation: str = "silu"  # activation of the MLP's gate: silu | gelu_tanh
+    sandwich_norms: bool = False  # the outputs of attention and MLP are normed too, before they are added
+    unit_norms: bool = False  # files store a norm's weight minus one; the loaded weight stays in fp32
     embedding_scale: float | None = None  # embeddings are multiplied by it
-    query_scale: float = 1.0  # scores are multiplied by it, besides 1/sqrt(head_dim); part of the query norm's weight
-    local_rope: RopeConfig | None = None  # of layers with a window; None: as all others
+    query_scale: float = 1.0  # scores are multiplied by it, besides 1/sqrt(head_dim); folded into the query norm's weight
+    local_rope: RopeConfig | None = None  # rope of the layers with a window; None: the same as all others
     unrotated: tuple[int, ...] = ()  # layers whose queries and keys are not rotated
-    rotated: int | None = None  # how much of a head is rotated; None: all of it
-    interleaved: bool = False  # files rotate neighbours of a head together; the network, numbers half a head apart
-    fused_files: tuple[str, ...] = ()  # linears that files keep as one tensor too: qkv_proj, gate_up_proj
+    rotated: int | None = None  # number of dimensions of a head that are rotated; None: all
+    interleaved: bool = False  # files rotate adjacent dimensions as a pair; the network pairs dimensions half a head apart
+    fused_files: tuple[str, ...] = ()  # linears that files may also store fused in one tensor: qkv_proj, gate_up_proj
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
 
@@ -55,7 +55,7 @@ class ModelConfig:
             if not 0 <= end < self.vocab_size:
                 raise ModelError(f"the end token {shown(end)} is outside the vocabulary of {self.vocab_size}")
         if self.rotary_dim > self.head_dim:
-            raise ModelError(f"a head of {self.head_dim} cannot rotate {self.rotary_dim} of its numbers")
+            raise ModelError(f"{self.rotary_dim} rotated dimensions are more than the head size of {self.head_dim}")
 
     @property
     def rotary_dim(self) -> int:
@@ -63,12 +63,12 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
-        """One, or a second one for some layers; see `rope_of`."""
+        """The rotary embeddings in use: one, or two if some layers have their own; see `rope_of`."""
         second = RopeConfig(kind="none") if self.unrotated else self.local_rope
         return (self.rope,) if second is None else (self.rope, second)
 
     def rope_of(self, layer: int) -> int:
-        """Which of `ropes`."""
+        """The index into `ropes` for this layer."""
         if self.unrotated:
             return int(layer in self.unrotated)
         return int(self.local_rope is not None and self.windows[layer] is not None)
@@ -88,7 +88,9 @@ class ModelConfig:
         try:
             num_heads, hidden_size = whole_number(config, "num_attention_heads"), whole_number(config, "hidden_size")
             num_layers = whole_number(config, "num_hidden_layers")
-            if not num_heads >= 1 or not 1 <= num_layers <= LARGEST["num_layers"]:  # before anything is as long as they say
+            if (
+                not num_heads >= 1 or not 1 <= num_layers <= LARGEST["num_layers"]
+            ):  # checked before lists of this length are made
                 raise ModelError(f"{name}: {num_layers} layers of {num_heads} heads are not a model")
             fields: dict[str, Any] = {
                 "head_dim": whole_number(config, "head_dim", hidden_size // num_heads),
@@ -116,7 +118,7 @@ class ModelConfig:
             raise ModelError(f"{name}: config.json lacks {missing}") from None
 
 
-# Models of texts and images whose language model is one of ours; images are refused.
+# Vision-language models whose language model is supported; requests with images are refused.
 TEXT_PARTS = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
     "Mistral3ForConditionalGeneration": "MistralForCausalLM",
@@ -124,7 +126,7 @@ TEXT_PARTS = {
     "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLForConditionalGeneration": "Qwen3ForCausalLM",
 }
-# Of keys that their files leave out, where they differ from the language model's own.
+# Defaults of keys that their files leave out, where these differ from the defaults of the plain language model.
 TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen2VLForConditionalGeneration": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
     "Qwen2_5_VLForConditionalGeneration": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
@@ -133,18 +135,18 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def is_supported(config: Mapping[str, Any]) -> bool:
-    """By the architecture that config.json names."""
+    """Whether the architecture that config.json names is supported."""
     architecture = architecture_of(config)
     return architecture in FAMILIES or architecture in TEXT_PARTS
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json of the language model alone; what its own part leaves out (end tokens, say) is the whole model's."""
+    """config.json of the language model alone. Keys missing from `text_config` (end tokens, say) come from the whole model."""
     outer = {key: value for key, value in config.items() if key not in ("text_config", "vision_config", "architectures")}
     text = outer | mapping(config, "text_config")
     for key in ("rope_scaling", "rope_parameters"):
         rope = mapping(text, key)
-        # Three positions a token, of time, height and width: a text's are all the same.
+        # mrope has three positions per token (time, height, width). In text all three are equal, so default rope is the same.
         if "mrope_section" in rope and rope.get("rope_type", rope.get("type")) == "mrope":
             text[key] = rope | {"type": "default", "rope_type": "default"}
     return text
@@ -152,7 +154,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """An EAGLE drafter. EAGLE 3 and 3.1 differ by `fc_norm` and `norm_output`, nothing else."""
+    """An EAGLE drafter. EAGLE 3 and 3.1 differ only in `fc_norm` and `norm_output`."""
 
     vocab_size: int  # the target's
     draft_vocab_size: int
@@ -182,18 +184,18 @@ class DrafterConfig:
     def __post_init__(self) -> None:
         check_sizes(self, "the drafter's configuration")
         if self.mla is not None:
-            # What the rest of the house sees: as many key/value heads as heads, each as wide as its whole key.
+            # The rest of the code sees as many key/value heads as heads, each as wide as its whole key.
             assert (self.num_kv_heads, self.head_dim) == (self.num_heads, self.mla.qk_head_dim), "sizes of latent attention"
             assert not any((self.attention_bias, self.mlp_bias, self.qk_norm)), "latent attention has none of these"
 
     @property
     def rotary_dim(self) -> int:
-        """How much of a head is rotated."""
+        """The number of dimensions of a head that are rotated."""
         return self.head_dim if self.mla is None else self.mla.qk_rope_head_dim
 
     @property
     def attention(self) -> str:
-        """For people."""
+        """A description of the attention for reports."""
         if self.mla is None:
             norms = ", queries and keys normed" if self.qk_norm else ""
             return f"{self.num_heads} query heads, {self.num_kv_heads} key/value heads{norms}"
@@ -210,5 +212,5 @@ class DrafterConfig:
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
-    """What vLLM and SGLang tap when a checkpoint is silent: low, middle, high."""
+    """The layers that vLLM and SGLang tap when a checkpoint names none: a low, a middle and a high one."""
     return (2, num_layers // 2, num_layers - 3)

@@ -1,4 +1,4 @@
-"""Parts of configurations: rotary embedding, experts, latent attention."""
+"""Parts of configurations: rotary embedding, mixture of experts, latent attention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fledge.errors import ModelError
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding: base frequency and how it is stretched past the trained length."""
+    """Rotary embedding: the base frequency and how it is extended past the trained length."""
 
     theta: float = 10000.0
     kind: str = "default"  # one of KINDS, longrope, or none: nothing is rotated
@@ -27,8 +27,8 @@ class RopeConfig:
     mscale: float | None = None  # yarn, DeepSeek's variant
     mscale_all_dim: float | None = None
     truncate: bool = True  # yarn
-    short_factor: tuple[float, ...] = ()  # longrope: divides the frequencies of texts up to the original length,
-    long_factor: tuple[float, ...] = ()  # and of an engine that serves longer ones
+    short_factor: tuple[float, ...] = ()  # longrope: divides the frequencies if max_model_len is at most the original length,
+    long_factor: tuple[float, ...] = ()  # and this one if it is longer
 
     KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
     OWN_KEYS: ClassVar = {
@@ -41,11 +41,11 @@ class RopeConfig:
     def from_hf(cls, config: Mapping[str, Any], *, longrope: bool = False, partial: bool = False) -> RopeConfig:
         """Reads both spellings: `rope_theta` + `rope_scaling`, and transformers 5's `rope_parameters`.
 
-        `longrope`, `partial`: the family has them.
+        `longrope`, `partial`: the family may use longrope, and partial rotary embeddings.
         """
         scaling = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
         kind = scaling.get("rope_type", scaling.get("type", "default")) or "default"
-        if longrope and kind in ("su", "longrope"):  # the first Phi-3 called it su
+        if longrope and kind in ("su", "longrope"):  # the first Phi-3 files call it su
             kind = "longrope"
         elif not isinstance(kind, str) or kind not in cls.KINDS:
             raise ModelError(f"rope type {shown(kind)} is not supported; supported: {', '.join(cls.KINDS)}")
@@ -87,7 +87,7 @@ class RopeConfig:
         return rope
 
     def to_hf(self) -> dict[str, Any]:
-        """In the spelling that every version of transformers and vLLM reads."""
+        """The config.json entries, in the spelling that every version of transformers and vLLM reads."""
         if self.kind == "default":
             return {"rope_theta": self.theta, "rope_scaling": None}
         scaling: dict[str, Any] = {"rope_type": self.kind}
@@ -101,14 +101,14 @@ class RopeConfig:
         return {"rope_theta": self.theta, "rope_scaling": scaling}
 
     def longest(self, max_positions: int) -> int:
-        """The model's longest text. Model cards say how to switch yarn on without raising max_position_embeddings, and vLLM
-        derives the length from yarn alone."""
+        """The model's maximum length. With yarn it may exceed max_position_embeddings: model cards switch yarn on without
+        raising that value, and vLLM derives the length from yarn alone."""
         if self.kind != "yarn" or self.original_max_positions is None:
             return max_positions
         return max(max_positions, int(self.original_max_positions * self.factor))
 
     def check(self) -> None:
-        """Angles must be finite at every position."""
+        """Refuses values with which angles would not be finite at every position."""
         for name in ("theta", "factor", "original_max_positions", "beta_fast", "beta_slow"):
             if not 0 < getattr(self, name) < 1e30:
                 raise ModelError(f"rope {name} must be positive, not {shown(getattr(self, name))}")
@@ -117,7 +117,7 @@ class RopeConfig:
 
 
 def rotary_share(config: Mapping[str, Any]) -> float:
-    """How much of a head is rotated."""
+    """The fraction of a head that is rotated."""
     scaling = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
     return number(scaling, "partial_rotary_factor") or number(config, "partial_rotary_factor") or 1.0
 
@@ -132,13 +132,13 @@ def _factors(scaling: Mapping[str, Any], key: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Layers whose MLP is a choice of experts: each token goes through those that the router scores highest."""
+    """A mixture of experts in place of the MLP: each token goes through the experts that the router scores highest."""
 
     num_experts: int
     experts_per_token: int
-    intermediate_size: int  # of one expert
+    intermediate_size: int  # size of one expert
     normalise: bool = True  # the weights of the chosen experts sum to one
-    shared_intermediate_size: int = 0  # of the expert that every token goes through, by a gate of its own; 0: none
+    shared_intermediate_size: int = 0  # size of the shared expert, which every token uses with its own gate; 0: none
     layers: tuple[int, ...] = ()  # which layers have experts; the others have a plain MLP
 
     def __post_init__(self) -> None:
@@ -150,17 +150,17 @@ class MoEConfig:
             )
         for size in (self.intermediate_size, self.shared_intermediate_size or 1):
             if not 1 <= size <= LARGEST["intermediate_size"]:
-                raise ModelError(f"config.json: an expert of {size} inputs is not a model")
+                raise ModelError(f"config.json: an expert's intermediate size cannot be {size}")
 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek, Kimi): keys and values come from a narrow latent state, and one small rotated
-    key is shared by all heads."""
+    """Multi-head latent attention (DeepSeek, Kimi): keys and values are computed from a narrow latent state, and all heads
+    share one small rotated key."""
 
     kv_lora_rank: int  # size of the latent state behind keys and values
-    qk_nope_head_dim: int  # per head, without position
-    qk_rope_head_dim: int  # rotated
+    qk_nope_head_dim: int  # dimensions per head that are not rotated
+    qk_rope_head_dim: int  # dimensions that are rotated
     v_head_dim: int
     q_lora_rank: int | None = None  # size of the latent state behind queries; None: they come straight from the input
 
@@ -170,7 +170,7 @@ class MLAConfig:
         if wrong := [name for name, size in (ranks | parts).items() if size < 1]:
             raise ModelError(f"latent attention needs {', '.join(wrong)} of at least 1")
         if self.qk_rope_head_dim % 2:
-            raise ModelError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd: rotations go by pairs")
+            raise ModelError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary embeddings need an even number")
         if self.v_head_dim > self.qk_head_dim:
             raise ModelError(f"v_head_dim {self.v_head_dim} above qk_nope_head_dim + qk_rope_head_dim is not supported")
 
@@ -180,7 +180,7 @@ class MLAConfig:
 
     @staticmethod
     def rope_problem(rope: RopeConfig) -> str | None:
-        """Why servers would not agree on these positions; None if they do."""
+        """Why servers would compute different positions for this rope; None if they agree."""
         if rope.kind not in ("default", "yarn"):
             return f"rope type {rope.kind!r} is not supported with latent attention; supported: default, yarn"
         if rope.kind == "default":
@@ -188,5 +188,5 @@ class MLAConfig:
         if rope.attention_factor is not None or not rope.truncate:
             return "yarn's attention_factor and truncate are not supported with latent attention: vLLM ignores them"
         if bool(rope.mscale) != bool(rope.mscale_all_dim) and rope.mscale != 1.0:
-            return "yarn's mscale and mscale_all_dim must both be set, or neither: readers disagree about one alone"
+            return "yarn's mscale and mscale_all_dim must both be set, or neither: engines disagree about one alone"
         return None

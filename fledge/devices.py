@@ -1,4 +1,4 @@
-"""Devices: what a user may call them, how fast they multiply, and memory given back to them."""
+"""Devices: resolves their names, measures their matrix-product rate, and releases their memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fledge.errors import UserError
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto`: the GPU, if there is one. Refuses what this machine does not have."""
+    """The device of that name; `auto`: the GPU if there is one. Refuses a device that this machine does not have."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -19,7 +19,7 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise UserError(f"device {name!r} is not one; use cpu, cuda or auto")
+        raise UserError(f"{name!r} is not a device; use cpu, cuda or auto")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError("no CUDA device is available; use the device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
@@ -29,7 +29,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def product_rate(device: torch.device) -> float:
-    """FLOP/s of a matrix product on this device, measured in a tenth of a second."""
+    """FLOP/s of a matrix product on this device, measured for 0.1 seconds."""
     on_gpu = device.type == "cuda"
     size, dtype = (4096, torch.bfloat16) if on_gpu else (384, torch.float32)
     a = torch.randn(size, size, device=device, dtype=dtype)
@@ -51,8 +51,8 @@ def product_rate(device: torch.device) -> float:
 
 
 def release_memory(device: torch.device) -> None:
-    """Gives back memory that only the garbage collector finds: engines and trainers refer to themselves."""
+    """Frees unused memory. Runs the garbage collector first: engines and trainers are reference cycles."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)  # what comes next has its own
+        torch.cuda.reset_peak_memory_stats(device)  # the peak then counts only what follows

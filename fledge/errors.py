@@ -1,32 +1,32 @@
-"""What went wrong, said to the person who can put it right."""
+"""Errors caused by the user's input, and text made safe to print. Each message says what to change."""
 
 
 def printable(text: str, most: int = 4000) -> str:
-    """One line that is safe to print: no control characters, which move a terminal's cursor or forge lines of a log."""
+    """The text as one safe line of at most `most` characters: control characters could move the cursor or forge log lines."""
     line = "".join(char if char.isprintable() else " " if char.isspace() else "\ufffd" for char in text[: most + 1])
     return line if len(line) <= most else line[:most] + "…"
 
 
 def literal(text: str) -> str:
-    """`printable`, for a place where Rich reads markup: names from files and servers are shown as they are written."""
+    """`printable` text with Rich markup escaped, so that names from files and servers are shown exactly as written."""
     from rich.markup import escape
 
     shown = printable(text)
     body = shown.rstrip("\\")
-    # Rich reads backslashes in pairs, but only before a tag: those at the end get one of their own.
+    # Rich unescapes backslashes only before a tag, so backslashes at the end are doubled and an empty tag is appended.
     ends = "\\" * 2 * (len(shown) - len(body))
     return escape(body) + (f"{ends}[none][/none]" if ends else "")
 
 
 def first_line(error: Exception) -> str:
-    """What an exception of a library says, for an error of our own; its kind where it says nothing."""
+    """The first line of a library exception's message, to quote in our own errors; its type's name if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave: printed as one line, without a traceback.
+    """An error caused by the user's input, printed as one line without a traceback.
 
-    Messages name the thing that is wrong and what to do about it.
+    The message names what is wrong and says what to change.
     """
 
 

@@ -1,6 +1,6 @@
-"""The families of targets: what their configuration files say and what the network must know of it.
+"""The supported families of targets, and how each one's config.json becomes `ModelConfig` fields.
 
-`FAMILIES` is the one table of what is supported; `docs/models.md` is made from it.
+`FAMILIES` is the only list of supported architectures; the table in `docs/models.md` is generated from it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from fledge.config_parts import MoEConfig, RopeConfig, rotary_share
 from fledge.errors import ModelError
 
 Config = Mapping[str, Any]
-# Fields of `config.ModelConfig` beyond the sizes that all families spell alike.
+# Fields of `config.ModelConfig`, except the sizes, whose keys are the same in all families.
 Fields = dict[str, Any]
 
 SILU = ("silu", "swish")
-SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers, in `layer_types`
-# Keys of architectures that are close to ours, and the values at which they change nothing.
+SLIDING, FULL = "sliding_attention", "full_attention"  # values of `layer_types`
+# Keys of similar architectures that are not supported, and the values with which they have no effect.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -44,20 +44,20 @@ FOREIGN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """An architecture of config.json."""
+    """A supported architecture, as config.json names it."""
 
-    name: str  # for people
-    models: str  # examples, for people
+    name: str  # shown in docs
+    models: str  # examples, shown in docs
     model_type: str
-    read: Callable[[Config, int], Fields]  # from config.json and the number of layers
-    sets_apart: str = ""  # from Llama, for people
-    gguf: str | None = None  # its name in GGUF files, where those are read
-    defaults: Config = field(default_factory=dict)  # of keys that its files leave out
-    reads: tuple[str, ...] = ()  # keys of `FOREIGN` that are its own
+    read: Callable[[Config, int], Fields]  # makes the fields from config.json and the number of layers
+    sets_apart: str = ""  # how it differs from Llama, shown in docs
+    gguf: str | None = None  # its name in GGUF files; None: not read from GGUF
+    defaults: Config = field(default_factory=dict)  # values of keys that its files leave out
+    reads: tuple[str, ...] = ()  # keys of `FOREIGN` that this family supports
 
 
 def read_fields(architecture: str, config: Config, num_layers: int) -> Fields:
-    """Refuses what is close to a family but not the same, by the key that differs."""
+    """The family's fields. Refuses models that are similar to the family but differ in a key of `FOREIGN` or `layer_types`."""
     for key, neutral in FOREIGN.items():
         if key not in FAMILIES[architecture].reads and config.get(key) not in neutral:
             raise ModelError(f"config.json: {key} {shown(config[key])} is not supported for {architecture}")
@@ -75,7 +75,7 @@ def _check_activation(config: Config, supported: tuple[str, ...] = SILU, key: st
 
 
 def _biases(config: Config, *, always_qkv: bool = False) -> Fields:
-    """`always_qkv`: queries, keys and values have biases whatever the file says, and the output has none."""
+    """The bias fields. `always_qkv`: queries, keys and values always have biases and the output never has, as in Qwen2."""
     asked = bool(config.get("attention_bias", False))
     return {
         "qkv_bias": always_qkv or asked,
@@ -95,7 +95,7 @@ def _mistral(config: Config, num_layers: int) -> Fields:
 
 
 def _qwen(config: Config, num_layers: int) -> Fields:
-    """Qwen switches a sliding window on by flag, and from a layer upwards."""
+    """Qwen has a sliding window only if `use_sliding_window` is set, and only from layer `max_window_layers` on."""
     first = whole_number({"max_window_layers": 28, **config}, "max_window_layers")
     kinds = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     return _llama(config, num_layers) | {"windows": _windows(config, num_layers, _qwen_window(config), kinds)}
@@ -121,13 +121,13 @@ def _qwen3_moe(config: Config, num_layers: int) -> Fields:
         normalise=bool(config.get("norm_topk_prob", False)),
         layers=_sparse_layers(config, num_layers),
     )
-    # Without Qwen3's `max_window_layers`: a window is of all layers.
+    # Unlike Qwen3 there is no `max_window_layers`: a window applies to all layers.
     return _llama(config, num_layers) | {"windows": (_qwen_window(config),) * num_layers, "qk_norm": True, "moe": moe}
 
 
 def _qwen2_moe(config: Config, num_layers: int) -> Fields:
     fields = _qwen3_moe(config, num_layers)
-    # As transformers has it: a window is of every other layer, up to a layer.
+    # As in transformers: every other layer below `max_window_layers` has the window.
     below = whole_number({"max_window_layers": 28, **config}, "max_window_layers")
     kinds = [SLIDING if layer % 2 == 0 and layer < below else FULL for layer in range(num_layers)]
     return fields | {
@@ -152,7 +152,7 @@ def _mixtral(config: Config, num_layers: int) -> Fields:
 
 def _gemma3(config: Config, num_layers: int) -> Fields:
     _check_activation(config, ("gelu_pytorch_tanh",), "hidden_activation")
-    # Two spellings: of transformers 5 by the kind of layer, and before it one scaling, of the full layers alone.
+    # Two spellings: transformers 5 has a rope per kind of layer; older files have one rope_scaling, for the full layers only.
     by_kind = mapping(config, "rope_parameters")
     full = mapping(by_kind, "full_attention") or mapping(config, "rope_scaling")
     local = mapping(by_kind, "sliding_attention")
@@ -169,7 +169,7 @@ def _gemma3(config: Config, num_layers: int) -> Fields:
         raise ModelError(f"config.json: query_pre_attn_scalar must be positive, not {scalar}")
     window = _window(config.get("sliding_window", 4096))
     if window is None:
-        raise ModelError("config.json: sliding_window null is not supported for Gemma 3: its layers are told apart by it")
+        raise ModelError("config.json: sliding_window null is not supported for Gemma 3: its local layers need a window")
     return {
         "rope": RopeConfig.from_hf({"rope_parameters": full, **longest}),
         "local_rope": RopeConfig.from_hf({"rope_parameters": local, **longest}),
@@ -187,7 +187,7 @@ def _gemma3(config: Config, num_layers: int) -> Fields:
 
 
 def _gemma(config: Config, num_layers: int) -> Fields:
-    """Its first files say gelu and mean the approximation, as transformers reads them."""
+    """Gemma. Its first files say `gelu` but mean the tanh approximation; transformers reads them the same way."""
     _check_activation(config, ("gelu_pytorch_tanh", "gelu"))
     if config.get("hidden_activation"):
         _check_activation(config, ("gelu_pytorch_tanh",), "hidden_activation")
@@ -206,7 +206,7 @@ def _seed_oss(config: Config, num_layers: int) -> Fields:
 
 
 def _smollm3(config: Config, num_layers: int) -> Fields:
-    """Every so many layers one knows no positions; a window, if there is any, is of these."""
+    """SmolLM3: every `no_rope_layer_interval`-th layer has no rope; a sliding window, if set, applies to these layers only."""
     interval = whole_number(config, "no_rope_layer_interval", 4)
     has_rope = config.get("no_rope_layers") or [(layer + 1) % max(interval, 1) for layer in range(num_layers)]
     if not isinstance(has_rope, list) or len(has_rope) < num_layers:
@@ -239,7 +239,9 @@ def _rotary_dim(config: Config) -> int:
     head_dim = whole_number(config, "head_dim", whole_number(config, "hidden_size") // max(heads, 1))
     rotary_dim = int(head_dim * share)
     if not 0 < share <= 1 or rotary_dim % 2 or not rotary_dim:
-        raise ModelError(f"config.json: partial_rotary_factor {share} does not rotate pairs of a head of {head_dim}")
+        raise ModelError(
+            f"config.json: partial_rotary_factor {share} of head_dim {head_dim} does not give a positive even number"
+        )
     return rotary_dim
 
 
@@ -267,7 +269,7 @@ def _window(value: Any) -> int | None:
 
 
 def _kinds(config: Config, num_layers: int) -> list[str]:
-    """`layer_types`; none: the family's own."""
+    """`layer_types`, checked; empty if the file has none and the family's rule applies."""
     kinds = config.get("layer_types") or []
     if kinds and (not isinstance(kinds, list) or len(kinds) != num_layers):
         raise ModelError(f"config.json: layer_types must name each of the {num_layers} layers")
@@ -277,7 +279,7 @@ def _kinds(config: Config, num_layers: int) -> list[str]:
 
 
 def _windows(config: Config, num_layers: int, window: int | None, own: Sequence[str] | None = None) -> tuple[int | None, ...]:
-    """Sliding window per layer. `own`: the kinds of layers where `layer_types` does not say; None: all have the window."""
+    """Sliding window per layer. `own`: the family's kinds of layers, used without `layer_types`; None: all have the window."""
     kinds = _kinds(config, num_layers) or own or [SLIDING] * num_layers
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
@@ -299,7 +301,7 @@ FAMILIES: dict[str, Family] = {
         "a sliding window",
         gguf="llama",
     ),
-    "MinistralForCausalLM": Family("Ministral", "Ministral 8B", "ministral", _mistral, "a sliding window of some layers"),
+    "MinistralForCausalLM": Family("Ministral", "Ministral 8B", "ministral", _mistral, "a sliding window in some layers"),
     "MixtralForCausalLM": Family(
         "Mixtral", "Mixtral 8x7B, 8x22B", "mixtral", _mixtral, "experts", defaults={"rope_theta": 1e6, "rms_norm_eps": 1e-5}
     ),
@@ -312,7 +314,7 @@ FAMILIES: dict[str, Family] = {
         gguf="qwen2",
     ),
     "Qwen2MoeForCausalLM": Family(
-        "Qwen2-MoE", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "qwen2_moe", _qwen2_moe, "experts, and one that all tokens share"
+        "Qwen2-MoE", "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B", "qwen2_moe", _qwen2_moe, "experts, and one shared by all tokens"
     ),
     "Qwen3ForCausalLM": Family(
         "Qwen3", "Qwen3 0.6B to 32B; the text of Qwen3-VL", "qwen3", _qwen3, "norms of queries and keys", gguf="qwen3"
@@ -338,7 +340,7 @@ FAMILIES: dict[str, Family] = {
         "Gemma 3 270M and 1B; the text of 4B, 12B, 27B",
         "gemma3_text",
         _gemma3,
-        "norms around attention and MLP, GeGLU, scaled embeddings, local and global layers with a rope each",
+        "norms around attention and MLP, GeGLU, scaled embeddings, a rope each for local and global layers",
         gguf="gemma3",
         defaults={
             "vocab_size": 262_208,
@@ -380,7 +382,7 @@ FAMILIES: dict[str, Family] = {
         "GLM-4-9B (-hf), GLM-Edge",
         "glm",
         _glm,
-        "partial rotary embeddings of neighbours",
+        "partial rotary embeddings on adjacent pairs",
         defaults={"partial_rotary_factor": 0.5, "head_dim": 128, "rms_norm_eps": 1.5625e-7},
     ),
     "Glm4ForCausalLM": Family(

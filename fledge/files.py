@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, with an `OSError` where the disk is full."""
+"""Writes files completely or not at all, and raises `OSError` when the disk is full."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-# No space, no quota, or larger than a file may be: not a mistake in the command, so told in one line (`fledge/cli/main.py`).
+# No space, no quota, or file too large. `fledge/cli/main.py` prints these errors as one line: they are not bugs.
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_atomically(path: str | Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """`write(file)` into a temporary file beside `path`, which then takes its place: never half a file."""
+    """Calls `write(file)` on a temporary file beside `path`, then renames it to `path`, so `path` is never half written."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -34,7 +34,7 @@ def write_atomically(path: str | Path, write: Callable[[IO[bytes]], Any]) -> Non
         os.replace(temporary, path)
     except BaseException as error:
         os.unlink(temporary)
-        # torch.save tells of a file that cannot be written by a RuntimeError about positions.
+        # torch.save reports a file that cannot be written as a RuntimeError about positions; the OSError is its context.
         cause = error if isinstance(error, OSError) else error.__context__ if isinstance(error, RuntimeError) else None
         if isinstance(cause, OSError) and cause.errno is not None:
             raise OSError(cause.errno, os.strerror(cause.errno), str(path)) from error
@@ -42,7 +42,7 @@ def write_atomically(path: str | Path, write: Callable[[IO[bytes]], Any]) -> Non
 
 
 def hash_files(paths: Iterable[str | Path]) -> str:
-    """SHA-256 over the contents of files, one after the other."""
+    """SHA-256 over the concatenated contents of files."""
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
@@ -53,13 +53,12 @@ def hash_files(paths: Iterable[str | Path]) -> str:
 
 def write_json(path: str | Path, content: object, indent: int = 1) -> None:
     text = json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
-    write_atomically(
-        path, lambda file: file.write(text.encode(errors="backslashreplace"))
-    )  # half a surrogate: as JSON spells it
+    # backslashreplace: a lone surrogate becomes its JSON escape.
+    write_atomically(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """A safetensors file. Not atomic: callers write a folder that takes its place when it is complete."""
+    """Writes a safetensors file. Not atomic: callers write into a temporary folder and rename it when it is complete."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -74,7 +73,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """`shutil.copytree`, which collects its errors and hides their numbers; the first one is raised here."""
+    """`shutil.copytree` that raises the first OSError; the original collects errors and loses their errno."""
 
     def copy(one: str, other: str) -> None:
         try:

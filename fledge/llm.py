@@ -1,4 +1,4 @@
-"""`LLM`: a model and its drafter in a few lines, in vLLM's spirit.
+"""`LLM`: offline generation with a model and its drafter, in the style of vLLM's `LLM`.
 
 llm = LLM("smollm2-135m")
 print(llm.chat([{"role": "user", "content": "Why is the sky blue?"}], SamplingParams(temperature=0, max_tokens=64)).text)
@@ -40,7 +40,7 @@ class Completion:
         logprobs: One entry a token, where `SamplingParams.logprobs` asked for them.
         seconds: From arrival to the last token.
         first_token_seconds: From arrival to the first token.
-        error: What ended it early, as a logits processor that raised; None: nothing did.
+        error: What ended it early, for example an exception in a logits processor; None: nothing did.
     """
 
     prompt_token_ids: list[int]
@@ -56,7 +56,7 @@ class Completion:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding speed: tokens after the first over the time after the first."""
+        """Decoding speed: the number of tokens after the first, divided by the time after the first."""
         decode = self.seconds - self.first_token_seconds
         return (len(self.token_ids) - 1) / decode if len(self.token_ids) > 1 and decode > 0 else 0.0
 
@@ -93,7 +93,7 @@ class Completion:
 
 
 class LLM:
-    """A model with its drafter, ready to answer."""
+    """A loaded model with its drafter, for offline generation."""
 
     def __init__(
         self,
@@ -122,14 +122,14 @@ class LLM:
             model: A built-in name, a folder, a GGUF file or a hub id.
             drafter: `auto` (the one shipped for the model, else n-grams), `none`, `ngram`, a name, a folder, a hub id, or a
                 loaded drafter.
-            depth: Tokens drafted per step at most, or `auto`: up to 7 on a CPU, 6 on a GPU.
+            depth: Maximum number of tokens drafted per step, or `auto`: up to 7 on a CPU, 6 on a GPU.
             tree: Draft a tree instead of a chain.
             device: `auto`, `cpu` or `cuda`.
             dtype: `auto`, `float32`, `float16` or `bfloat16`.
             quantization: The target's weights: `none`, `fp8` (GPUs from Ada on), `int8`, `int4`, or `gguf` (as in the file).
-            deterministic: Exact kernels on a CPU without a C compiler; elsewhere they are exact anyway. Refuses a tree.
-            max_model_len: Longest prompt and answer together; 0: the model's.
-            max_num_seqs: Requests decoded together; 0: 64 on a CPU, 256 on a GPU.
+            deterministic: Use exact kernels on a CPU without a C compiler; all other kernels are exact anyway. Refuses a tree.
+            max_model_len: Maximum length of prompt and answer together; 0: the model's.
+            max_num_seqs: Maximum number of requests decoded together; 0: 64 on a CPU, 256 on a GPU.
             kv_cache_tokens: KV cache size in tokens; 0: from free memory.
             kv_cache_dtype: Type of keys and values: `auto`, and on a CPU `float32`, `float16` or `q8_0`.
             max_batched_tokens: Max tokens per step; 0: 256 on a CPU, 8192 on a GPU.
@@ -155,7 +155,7 @@ class LLM:
         self.engine = build_engine(model, Speculation(drafter, depth, shape, adaptive, drift_guard), config)
         if self.engine.controller.guard is not None:
             watch_drafts(self.engine)
-        self._streamed: dict[Request, list[Delta]] = {}  # of each open stream: what it has not yielded yet
+        self._streamed: dict[Request, list[Delta]] = {}  # per open stream: deltas it has not yielded yet
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -170,7 +170,7 @@ class LLM:
         speculate: bool = True,
         on_delta: Callable[[Delta], None] | None = None,
     ) -> list[Completion]:
-        """Completes prompts (texts or token ids), all together; the results come in the order of the prompts."""
+        """Completes prompts (texts or token ids) as one batch. The results are in the order of the prompts."""
         is_one = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
         several = [cast(Prompt, prompts)] if is_one else cast(Sequence[Prompt], prompts)
         each = [params] * len(several) if isinstance(params, SamplingParams | None) else list(params)
@@ -199,16 +199,16 @@ class LLM:
         speculate: bool = True,
         on_delta: Callable[[Delta], None] | None = None,
     ) -> Completion:
-        """Answers a conversation, by the model's chat template."""
+        """Answers a conversation, formatted with the model's chat template."""
         prompt = self.chat_prompt(messages)
         return self.generate([prompt], params, speculate=speculate, on_delta=on_delta)[0]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation as the token ids that the model reads."""
+        """The token ids of the conversation, formatted with the chat template."""
         return self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
 
     def stream(self, prompt: Prompt, params: SamplingParams, *, speculate: bool = True) -> Iterator[Delta]:
-        """Completes one prompt: a `Delta` for each step that gave tokens. Several streams may be open at once."""
+        """Completes one prompt and yields a `Delta` for each step that gave tokens. Several streams may be open at once."""
         request = self.engine.add_request(self._encode(prompt), params, speculate=speculate)
         unread = self._streamed[request] = []
         try:
@@ -224,7 +224,7 @@ class LLM:
             self.engine.abort(request)
 
     def _step(self) -> list[Delta]:
-        """One step of the engine; what it gave for open streams waits for their next turn."""
+        """Runs one engine step. Deltas of other open streams are kept until those streams are read."""
         deltas = self.engine.step()
         for delta in deltas:
             if (unread := self._streamed.get(delta.request)) is not None:

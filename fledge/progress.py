@@ -1,4 +1,4 @@
-"""Progress of long tasks on standard error: on a terminal a bar with rate and remaining time, else a plain line now and then.
+"""Progress of long tasks on standard error: on a terminal a bar with rate and remaining time, else a plain line at intervals.
 
     with progress.task("loading weights", total=num_bytes, unit="bytes") as shown:
         shown.update(done)
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 
-DELAY_SECONDS = 0.3  # a counted task that is done sooner is not shown
-# Not a terminal: the first line of a task, and how far apart its lines get.
+DELAY_SECONDS = 0.3  # a task with a total is shown only after this time
+# If standard error is not a terminal: seconds until a task's first line, and the maximum interval between lines.
 FIRST_LINE_SECONDS, MAX_LINE_SECONDS = 10.0, 60.0
 BAR_WIDTH = 20
 BYTE_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 class Task:
-    """One piece of work. `total` None: how much there is to do is not known."""
+    """A task with progress. `total` None: the amount of work is not known."""
 
     def __init__(self, description: str, total: float | None = None, unit: str = "", done: float = 0.0) -> None:
         self.description, self.total, self.unit, self.note = description, total, unit, ""
@@ -39,7 +39,7 @@ class Task:
         self._line_at, self._line_wait = self.began, FIRST_LINE_SECONDS
 
     def _begin(self) -> None:
-        """The rate counts from here."""
+        """Starts the measurement of the rate."""
         self.began, self._done_before = time.monotonic(), self.done
 
     def __enter__(self) -> Task:
@@ -66,12 +66,12 @@ class Task:
         self.update(self.done + amount)
 
     def show(self, description: str, done: float | None = None, total: float | None = None) -> None:
-        """For functions that report what they do: another description, and how much of how much."""
+        """Sets description, done and total, and updates the display. Given to functions as their `Report`."""
         self.change(description, done, total)
         self.update()
 
     def change(self, description: str, done: float | None = None, total: float | None = None) -> None:
-        """`show` without output. The rate starts anew with another total."""
+        """`show` without output. If the total changes, the rate is measured from now on."""
         is_new = total != self.total or (done or 0) < self.done
         self.description, self.total, self.done = description, total, done or 0
         if is_new:
@@ -83,11 +83,11 @@ class Task:
 
     @property
     def rate(self) -> float:
-        """Per second, since the start."""
+        """Units per second, since the start."""
         return (self.done - self._done_before) / self.seconds if self.seconds > 0 else 0.0
 
     def state(self) -> str:
-        """How much of how much, the rate, and the time that remains."""
+        """Amount done and total, rate, and remaining time, as text."""
         if self.total is None:
             return duration(self.seconds)
         if self.unit == "seconds":
@@ -104,14 +104,14 @@ class Task:
 
 
 def task(description: str, total: float | None = None, unit: str = "", done: float = 0.0) -> Task:
-    """`unit`: what is counted, in the plural; "bytes" and "seconds" are written as such."""
+    """A new task. `unit`: what is counted, in the plural; "bytes" and "seconds" have their own formats."""
     return Task(description, total, unit, done)
 
 
 def track(
     items: Collection[Item], description: str, unit: str, weight: Callable[[Item], float] | None = None
 ) -> Iterator[Item]:
-    """Each item in turn; `weight`: how much of the unit one is, if not 1."""
+    """Yields each item and shows progress. `weight`: the amount that an item counts, if not 1."""
     total = len(items) if weight is None else sum(map(weight, items))
     with Task(description, total, unit) as shown:
         for item in items:
@@ -120,7 +120,7 @@ def track(
 
 
 def duration(seconds: float) -> str:
-    """As 0:07, 12:30 or 2:05:00."""
+    """The time as text: 0:07, 12:30 or 2:05:00."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
@@ -143,13 +143,13 @@ def _rate(rate: float, unit: str) -> str:
 
 
 class Report(Protocol):
-    """What a long function is given to report to: `Task.show`, or nothing."""
+    """The callback by which a long function reports progress: `Task.show` or `silent`."""
 
     def __call__(self, description: str, done: float | None = None, total: float | None = None) -> None: ...
 
 
 def silent(description: str, done: float | None = None, total: float | None = None) -> None:
-    """The default of functions that report."""
+    """A `Report` that shows nothing; the default."""
 
 
 # --- the display ------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def _is_terminal() -> bool:
 
 
 class _Display:
-    """The open tasks, one below the other; it is on the screen while there are any, and leaves nothing behind."""
+    """Shows the open tasks, one below the other. It is removed from the screen when no task is open."""
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
@@ -169,8 +169,8 @@ class _Display:
         self._lock = threading.Lock()
 
     def console(self) -> Console:
-        """The one for standard error: what is printed by it appears above the bars."""
-        from rich.console import Console  # here: engines import this module, and most have nothing to show
+        """The console for standard error; its output appears above the bars."""
+        from rich.console import Console  # imported here: engines import this module, and most show nothing
 
         if self._live is not None and self._console is not None:
             return self._console
@@ -186,7 +186,7 @@ class _Display:
                 from rich.live import Live
 
                 self._console = self.console()
-                # Standard output may be a file; then what is printed must go there, not above the bars.
+                # If standard output is a file, printed text must go there and not above the bars.
                 self._live = Live(
                     get_renderable=self.render,
                     console=self._console,
@@ -218,7 +218,7 @@ class _Display:
             room = width - len(state) - 2
             if not task.total:
                 line.append("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(time.monotonic() * 4) % 10] + " ", "green")
-            elif room - BAR_WIDTH >= len(task.description):  # a narrow terminal shows the figures alone
+            elif room - BAR_WIDTH >= len(task.description):  # a narrow terminal shows no bar, only the numbers
                 filled = int(BAR_WIDTH * min(1.0, task.done / task.total))
                 line.append("━" * filled, "green").append("━" * (BAR_WIDTH - filled) + " ", "dim")
             lines.append(line.append(printable(task.description, max(10, room - 3)) + "  " + state))
@@ -231,12 +231,12 @@ _display = _Display()
 
 
 def close() -> None:
-    """Takes all bars off the screen: an error ended the tasks."""
+    """Removes all bars from the screen, after an error that ended the tasks."""
     _display.close()
 
 
 def say(text: str) -> None:
-    """A line on standard error, above the bars. Without rich, which some machines lack, there are no bars."""
+    """Prints a line on standard error, above the bars. Also works where rich is not installed."""
     try:
         console = _display.console()
     except ImportError:
@@ -246,5 +246,5 @@ def say(text: str) -> None:
 
 
 def console() -> Console:
-    """For standard error, so that what is printed does not disturb the bars."""
+    """The console for standard error; output through it does not disturb the bars."""
     return _display.console()

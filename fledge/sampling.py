@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen. Names and meanings follow vLLM's `SamplingParams`."""
+"""Sampling parameters of a request. Names and meanings follow vLLM's `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # the server's HTTP side has no torch
 
 @runtime_checkable
 class TokenMask(Protocol):
-    """A logits processor that only bans tokens (a grammar): it runs on every device, because the host can fill its bits."""
+    """A logits processor that only bans tokens (a grammar). It works on every device, because the host fills its bit mask."""
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor: ...
 
@@ -32,33 +32,33 @@ _NUMBERS: dict[str, type] = dict.fromkeys(("max_tokens", "min_tokens", "top_k", 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _NUMBERS |= dict.fromkeys(_FLOATS, Real)
 _OPTIONAL = ("seed", "logprobs")
-MOST = 2**31 - 1  # of tokens: what a device's int32 holds, and more than any vocabulary or context has
+MOST = 2**31 - 1  # largest token count: fits the device's int32 and exceeds any vocabulary or context
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How an answer's tokens are chosen. All of it is lossless under speculation.
+    """How an answer's tokens are chosen. Speculation is lossless with all of these parameters.
 
     Attributes:
-        max_tokens: Longest answer.
-        min_tokens: No stop before so many.
+        max_tokens: Maximum number of tokens of the answer.
+        min_tokens: Number of tokens before which the answer cannot stop.
         temperature: 0 is greedy.
         top_p: Nucleus sampling; 1 is off.
         top_k: 0 or -1 is off.
-        min_p: Drops tokens below this share of the likeliest one's probability.
-        repetition_penalty: Over prompt and answer; 1 is off.
-        presence_penalty: For tokens that the answer has already.
-        frequency_penalty: The same, for each time.
-        logit_bias: Added to the logits of token ids.
-        bad_words: Texts that the answer must not hold.
+        min_p: Drops tokens whose probability is below this fraction of the most likely token's.
+        repetition_penalty: Penalty for tokens of the prompt and the answer; 1 is off.
+        presence_penalty: Penalty for tokens that are already in the answer.
+        frequency_penalty: Penalty for each occurrence of a token in the answer.
+        logit_bias: Token id to a value that is added to its logit.
+        bad_words: Texts that must not appear in the answer.
         bad_word_ids: The same as token ids; set by the engine (`tokenizer.bad_word_token_ids`).
         stop: Strings that end the answer.
         stop_token_ids: Token ids that end it.
-        ignore_eos: Go on after the end token.
+        ignore_eos: Continue after the end token.
         include_stop_str_in_output: Keep the stop string in the text.
         skip_special_tokens: Leave control tokens out of the text.
         seed: The same seed gives the same answer, with and without speculation.
-        logprobs: Alternatives to report beside each token.
+        logprobs: Number of alternative tokens to report with each token.
         logits_processors: Functions (tokens so far, logits) -> logits; on a CPU only.
     """
 
@@ -125,7 +125,7 @@ class SamplingParams:
                 raise RequestError(rule)
 
     def for_answer(self, seed: int | None, logits_processors: Sequence[LogitsProcessor]) -> SamplingParams:
-        """The same for another answer: what was checked is shared, neither copied nor checked again."""
+        """A copy for another answer to the same request. Its other fields are shared and not checked again."""
         other = copy.copy(self)
         object.__setattr__(other, "seed", seed)
         object.__setattr__(other, "logits_processors", logits_processors)
@@ -133,28 +133,28 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        # Below this, logits over temperature overflow; the distribution is a point anyway.
+        # Below this, logits / temperature overflows, and the distribution has all its mass on one token anyway.
         return self.temperature < 1e-5
 
     @property
     def truncates(self) -> bool:
-        """Whether only a part of the vocabulary can be drawn."""
+        """Whether sampling is restricted to a part of the vocabulary (top-p, top-k, min-p)."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
     def has_row_options(self) -> bool:
-        """Penalties, bias or bad words: what `kernels.adjustments` keeps for a row."""
+        """Whether there are penalties, biases or bad words, for which `kernels.adjustments` keeps state per row."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return bool(penalties or self.logit_bias or self.bad_word_ids)
 
     @property
     def token_masks(self) -> list[TokenMask]:
-        """The processors that are grammars."""
+        """The logits processors that only ban tokens (grammars)."""
         return [process for process in self.logits_processors if isinstance(process, TokenMask)]
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits depend on anything beyond the network: penalties, bias, bans, processors."""
+        """Whether anything changes the network's logits: penalties, biases, bans, processors."""
         return bool(self.has_row_options or self.bad_words or self.min_tokens or self.logits_processors)
 
 
@@ -163,7 +163,7 @@ def _is_token(value: object) -> bool:
 
 
 def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
-    """Refuses what cannot be followed with this vocabulary, before it reaches a step that others share."""
+    """Refuses parameters that do not fit this vocabulary, before they enter a batch with other requests."""
     named: dict[str, Iterable[object]] = {
         "logit_bias": params.logit_bias or (),
         "stop_token_ids": params.stop_token_ids,
@@ -174,7 +174,7 @@ def check_params(params: SamplingParams, vocab_size: int, eos_token_ids: Collect
             if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
                 raise RequestError(f"{name} names token {token}, outside the vocabulary of {vocab_size}")
     if params.min_tokens:
-        # Until then end tokens are banned: something must be left to say.
+        # End tokens are banned until min_tokens is reached, so at least one other token must remain.
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
         if len(ends) >= vocab_size:
             raise RequestError("min_tokens cannot be reached: stop_token_ids name every token of the vocabulary")

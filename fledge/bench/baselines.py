@@ -1,7 +1,7 @@
-"""Other engines on the same prompts: transformers' own generation, and vLLM and llama.cpp where they are installed.
+"""Runs other engines on the same prompts: transformers, and vLLM and llama.cpp if they are installed.
 
-Each runs in a process of its own, so that memory, threads and libraries do not meet; vLLM and llama.cpp may live in other
-environments.
+Each runs in its own process, so that they do not share memory, threads or libraries. vLLM and llama.cpp may be installed in
+other environments.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fledge.checkpoints.export import plain_folder
 from fledge.errors import UserError
 
 SCRIPTS = {"transformers": "transformers_script.py", "vllm": "vllm_script.py", "llama_cpp": "llamacpp_script.py"}
-# Where `benchmarks/cpu_vs_llamacpp.py` installs llama-cpp-python, and so where others look for it.
+# The environment in which `benchmarks/cpu_vs_llamacpp.py` installs llama-cpp-python.
 LLAMACPP_VENV = Path(__file__).resolve().parents[2] / ".venv-llamacpp"
 
 
 def check_baselines(names: Sequence[str], *, greedy: bool = True, assistant: str = "") -> None:
-    """Refuses what cannot run, before anything is measured."""
+    """Refuses combinations that cannot run, before anything is measured."""
     for name in names:
         if name not in SCRIPTS:
-            raise UserError(f"baseline {name!r} is not known; there are {', '.join(SCRIPTS)}")
+            raise UserError(f"baseline {name!r} is not known; use one of {', '.join(SCRIPTS)}")
     if names and not greedy:
-        raise UserError("baselines are compared greedily; leave out --temperature")
+        raise UserError("baselines are compared with greedy decoding; leave out --temperature")
     if assistant and "transformers" not in names:
         raise UserError("--assistant is a model for transformers' assisted generation; add --baseline transformers")
 
@@ -52,14 +52,14 @@ def run_baseline(
     timeout: float = 3600,
     **more: Any,
 ) -> dict[str, Any]:
-    """`{"runs": […]}`, or `{"skipped": why}` where the engine is not installed or cannot run the model; both where it ended
-    early.
+    """Runs an engine. Returns `{"runs": […]}`, or `{"skipped": reason}` if it is not installed or cannot run the model; both
+    if it stopped early.
 
     `drafter`: one, or several by name. `path`: a folder to import the engine from. `more`: further keys of the script's task.
     """
     check_baselines([name])
     python = python or sys.executable
-    # Safe path: the script's folder has a `datasets` and a `kernels`, which must not be taken for the packages of that name.
+    # Safe path: the script's folder has modules `datasets` and `kernels`, which would hide the packages of these names.
     environment = os.environ | {"PYTHONSAFEPATH": "1"}
     if path:
         environment |= {"PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
@@ -78,7 +78,7 @@ def run_baseline(
             "concurrencies": list(concurrencies),
             "max_tokens": max_tokens,
             "device": device,
-            # As this engine computes: on a CPU everything between the weights is fp32.
+            # The same as in this engine: on a CPU all activations are fp32.
             "dtype": "float32" if device == "cpu" else dtype,
             **more,
         }
@@ -97,7 +97,7 @@ def run_baseline(
 
 
 def llamacpp_python() -> str | None:
-    """A Python that has llama-cpp-python: this one, or that of the benchmark's own environment."""
+    """A Python that has llama-cpp-python: this one, or that of the benchmark's own environment; None if neither has it."""
     if importlib.util.find_spec("llama_cpp") is not None:
         return sys.executable
     own = LLAMACPP_VENV / "bin" / "python"
@@ -107,7 +107,7 @@ def llamacpp_python() -> str | None:
 def run_llamacpp(
     file: Path, prompts: Sequence[Sequence[int]], max_tokens: int, *, threads: int, context: int, **more: Any
 ) -> dict[str, Any] | None:
-    """llama.cpp with a GGUF file, as `run_baseline` reports it; None where it is not installed."""
+    """Runs llama.cpp with a GGUF file and returns what `run_baseline` does; None if it is not installed."""
     python = llamacpp_python()
     if python is None:
         return None

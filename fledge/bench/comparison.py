@@ -1,4 +1,4 @@
-"""Plain against speculative decoding on the same engine, prompt by prompt, in one run."""
+"""Compares plain and speculative decoding on the same engine, prompt by prompt, in one run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Summary:
-    """Over all prompts: time is added up, so that long answers weigh more than short ones."""
+    """Figures over all prompts. Tokens and times are summed, so long answers weigh more than short ones."""
 
     plain_tokens_per_second: float
     speculative_tokens_per_second: float
@@ -67,7 +67,7 @@ class Summary:
 def compare(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_result: Callable[[Comparison], None] | None = None
 ) -> list[Comparison]:
-    """Each prompt alone, plain then speculative, after one warm-up of both."""
+    """Runs each prompt alone, plain and then speculative, after a warm-up of both."""
     encoded = [llm.chat_prompt([{"role": "user", "content": prompt.text}]) for prompt in prompts]
     for speculate in (False, True):
         llm.generate([encoded[0]], SamplingParams(max_tokens=8, temperature=0, ignore_eos=True), speculate=speculate)
@@ -109,7 +109,7 @@ class LlamaCpp:
         return self.baseline["runs"][0]["tokens_per_second_per_user"] if self.baseline.get("runs") else 0.0
 
     def describe(self) -> str:
-        """One line."""
+        """The comparison with llama.cpp as one line of text."""
         rate = self.tokens_per_second
         if not rate:
             return f"llama.cpp: {self.baseline.get('skipped', 'no figures')}"
@@ -123,7 +123,7 @@ class LlamaCpp:
 
 
 def against_llamacpp(llm: LLM, model: str, results: Sequence[Comparison], max_tokens: int) -> LlamaCpp | None:
-    """None on a GPU, for models that are no GGUF file, and where llama-cpp-python is not installed."""
+    """Runs llama.cpp on the same prompts. None on a GPU, for a model that is not a GGUF file, or without llama-cpp-python."""
     file = sources.find(model)
     if llm.engine.config.device != "cpu" or not file.is_file():
         return None

@@ -1,7 +1,8 @@
-"""`fledge conform`: does a server say the same with speculation as without, streamed or whole, alone or under load?
+"""`fledge conform`: checks that a server gives the same answers with and without speculation, streamed or whole, alone or
+under load.
 
-Every scenario's requests are asked one at a time; each answer is checked by itself and then compared with the same request
-asked in four other ways. A comparison covers text, tool calls, finish_reason, token counts and log-probabilities.
+Every scenario's requests are sent one at a time. Each answer is checked and then compared with the same request sent in four
+other ways. A comparison covers text, tool calls, finish_reason, token counts and log-probabilities.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ PASS, FAIL, NOT_SUPPORTED = "pass", "fail", "not supported"
 VALID, STREAM, AGAIN, LOAD, LOSSLESS = "valid", "streamed = whole", "again = first", "under load = alone", "with = without"
 CHECKS = (VALID, STREAM, AGAIN, LOAD, LOSSLESS)
 SPECULATION = "speculation"
-# Log-probabilities depend on the batch by rounding: bfloat16 has 8 bits, and errors of a few hundredths are usual.
+# Rounding makes log-probabilities depend on the batch: bfloat16 has 8 bits, and errors of a few hundredths are usual.
 LOGPROB_TOLERANCE = 0.05
-# Two best tokens closer than this are decided by rounding, not by the model.
+# If the two best tokens are closer than this, rounding decides between them.
 NEAR_TIE = 0.01
 
 
 @dataclass(frozen=True)
 class ConformSettings:
     url: str
-    against: str | None = None  # a server without speculation; None: the request's own switch, where there is one
-    model: str | None = None  # None: the first that the server lists
+    against: str | None = None  # a server without speculation; None: a request parameter switches it off, if there is one
+    model: str | None = None  # None: the first model that the server lists
     api_key: str | None = None
     against_api_key: str | None = None
     quick: bool = False
@@ -73,7 +74,7 @@ class ConformReport:
     url: str
     model: str
     version: str
-    reference: str  # what "without speculation" was
+    reference: str  # how answers without speculation were made
     settings: dict[str, Any]
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
@@ -92,6 +93,7 @@ class ConformReport:
 
 
 def compare(here: Answer, there: Answer) -> Difference | None:
+    """The first difference between two answers; None if there is none."""
     if len(here.choices) != len(there.choices):
         return Difference("number of answers", str(len(here.choices)), str(len(there.choices)))
     for index, (one, other) in enumerate(zip(here.choices, there.choices, strict=True)):
@@ -119,7 +121,7 @@ def compare(here: Answer, there: Answer) -> Difference | None:
 
 
 def _value(arguments: str) -> Any:
-    """What the arguments say: servers may write the same JSON with other white space in a stream (vLLM does)."""
+    """The parsed arguments: a server may use other white space in a stream for the same JSON (vLLM does)."""
     try:
         return json.loads(arguments)
     except ValueError:
@@ -127,7 +129,7 @@ def _value(arguments: str) -> Any:
 
 
 class Conformance:
-    """One run against one server, with the way to ask for answers without speculation, where there is one."""
+    """One run against one server. `reference`: an endpoint without speculation to compare with, if there is one."""
 
     def __init__(self, endpoint: Endpoint, reference: Endpoint | None, quick: bool = False, users: int = 16) -> None:
         self.endpoint, self.reference, self.users = endpoint, reference, users
@@ -150,7 +152,7 @@ class Conformance:
         return self.rows
 
     async def run_scenario(self, scenario: Scenario) -> list[Row]:
-        """All checks but the one under load, which wants everybody's answers first."""
+        """Runs all checks except the one under load, which needs the answers of all scenarios."""
         try:
             bodies = await scenario.requests(self.probe)
             answers = [await self.endpoint.ask(body) for body in bodies]
@@ -179,7 +181,7 @@ class Conformance:
     async def compared(
         self, check: str, endpoint: Endpoint, body: Body, answer: Answer, stream: bool
     ) -> tuple[str, Difference | None]:
-        """Asks once more; returns what is wrong (or "") and the first difference from the answer there is."""
+        """Sends the request again; returns what is wrong (or "") and the first difference from `answer`."""
         other = await endpoint.ask(body, stream)
         difference = compare(answer, other) if check == LOSSLESS else compare(other, answer)
         reasons = list(dict.fromkeys(other.problems))
@@ -204,7 +206,7 @@ class Conformance:
         return outcome or Row(scenario.name, check, PASS, _requests(asked))
 
     async def under_load(self) -> list[Row]:
-        """All requests again, `users` at a time, every other one streamed, at least as many as there are users."""
+        """Sends all requests again, at least `users` of them, `users` at a time, every other one streamed."""
         if not self.answered:
             return []
         rounds = -(-self.users // len(self.answered))
@@ -224,10 +226,10 @@ class Conformance:
         return rows
 
     async def explain(self, endpoint: Endpoint, body: Body, answer: Answer, other: Answer, difference: Difference) -> str:
-        """What a difference means, as far as log-probabilities can tell."""
+        """Describes a difference; for greedy text, log-probabilities show whether it was a near tie."""
         said = "text" in difference.where
         if body.get("temperature") != 0 and (said or "tool calls" in difference.where):
-            only = "; a server that promises the distribution only may draw other random numbers"
+            only = "; a server that guarantees only the distribution may draw other random numbers"
             return f"another text for the same seed{only if endpoint is self.reference else ''}"
         if not said:
             return f"the answers differ in {difference.where}"
@@ -248,7 +250,7 @@ class Conformance:
         return "another greedy text"
 
     async def speculation(self, before: Acceptance | None, reference_before: Acceptance | None) -> Row:
-        """Whether anything was drafted at all: without it the other rows say nothing about speculation."""
+        """Checks that anything was drafted: otherwise the other rows do not test speculation."""
         after = await read_acceptance(self.endpoint.client)
         if before is None or after is None:
             return Row(SPECULATION, "at work", NOT_SUPPORTED, "the server's /metrics do not count drafts")
@@ -266,7 +268,7 @@ class Conformance:
 
 
 async def find_switch(endpoint: Endpoint) -> Endpoint | None:
-    """The same server without speculation, where a request can say so (Fledge: `speculate`); None where it cannot."""
+    """An endpoint that switches speculation off per request (Fledge's `speculate`); None if the server cannot do that."""
     off = endpoint.with_extra(speculate=False)
     for body in ({"messages": [{"role": "user", "content": "Count to ten."}]}, {"prompt": "one two three four"}):
         asked = body | {"max_tokens": 16, "temperature": 0, "include_speculation": True}
@@ -293,7 +295,7 @@ async def run_conformance(settings: ConformSettings, on_progress: progress.Repor
             reference = await find_switch(endpoint)
             words = 'the same server with "speculate": false in the request'
         if reference is None:
-            words = "nothing: no per-request switch was found and no --against was given, so that only the server's "
+            words = "not available: no per-request switch was found and no --against was given, so only the server's "
             words += "agreement with itself was checked"
         conformance = Conformance(endpoint, reference, settings.quick, settings.users)
         rows = await conformance.run(on_progress)

@@ -1,4 +1,4 @@
-"""A client for `fledge conform`: answers of any OpenAI-compatible server, whole or streamed, in one form."""
+"""The client of `fledge conform`: reads whole or streamed answers of any OpenAI-compatible server into one form."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fledge.bench.load_client import authorization, server_url
 from fledge.errors import UserError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-# Statuses that say "not this request"; 408 and 429 say "not now", which is a failure here.
+# Statuses by which a server refuses a request. 408 and 429 mean "try again later", which is a failure here.
 REFUSALS = frozenset(range(400, 500)) - {401, 403, 408, 429} | {501}
 
-MAX_INDEX = 256  # of choices and tool calls: a wrong one must not take the memory
+MAX_INDEX = 256  # largest index of choices and tool calls: a wrong one must not exhaust memory
 
 
 class Refused(Exception):
-    """The server does not take the request, in its own words."""
+    """The server refuses the request; the message is the server's."""
 
 
 class Broken(Exception):
-    """No usable answer: an error of the server's, a closed connection, or not the API's shape."""
+    """There is no usable answer: a server error, a closed connection, or a response that does not follow the API."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Choice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def add(self, data: dict[str, Any]) -> None:
-        """A whole answer's choice, or one event's."""
+        """Adds the choice of a whole answer or of one event."""
         message = data.get("message") or data.get("delta") or {}
         self.text += _text(message.get("content") or data.get("text") or "")
         self.reasoning += _text(message.get("reasoning") or message.get("reasoning_content") or "")
@@ -70,7 +70,7 @@ class Choice:
 class Answer:
     choices: list[Choice] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)  # of the stream itself
+    problems: list[str] = field(default_factory=list)  # violations of the streaming protocol
 
     @property
     def first(self) -> Choice:
@@ -83,7 +83,7 @@ class Answer:
 
 
 class Endpoint:
-    """One server, or one way to ask it: `extra` goes into every request."""
+    """A server with parameters that every request gets (`extra`)."""
 
     def __init__(
         self, client: httpx.AsyncClient, model: str | None = None, extra: dict[str, Any] | None = None, version: str = ""
@@ -92,7 +92,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """As it may be shown: without a name and password."""
+        """The URL without user name and password, for display."""
         return str(self.client.base_url.copy_with(username=None, password=None)).rstrip("/")
 
     @classmethod
@@ -104,7 +104,7 @@ class Endpoint:
         return Endpoint(self.client, self.model, self.extra | extra, self.version)
 
     async def connect(self) -> None:
-        """Finds the model's name, and tells in a sentence what is wrong with a server that cannot be asked."""
+        """Finds the model's name and the server's version; raises UserError if the server cannot be used."""
         try:
             response = await self.client.get("/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -115,7 +115,8 @@ class Endpoint:
             names = [str(one["id"]) for one in response.raise_for_status().json()["data"]]
         except (httpx.HTTPStatusError, ValueError, KeyError, TypeError):
             raise UserError(
-                f"{self.url} is not an OpenAI-compatible server: /v1/models answers {response.status_code}, no list of models"
+                f"{self.url} is not an OpenAI-compatible server: /v1/models answers {response.status_code} without a list of "
+                "models"
             ) from None
         if not names:
             raise UserError(f"{self.url} serves no model: its /v1/models is empty")
@@ -130,7 +131,7 @@ class Endpoint:
             return ""
 
     async def token_ids(self, text: str) -> list[int]:
-        """By /tokenize, which vLLM and Fledge have."""
+        """The token ids of a text, from /tokenize, which vLLM and Fledge have."""
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
         data = await self._post("/tokenize", body)
         try:
@@ -184,7 +185,7 @@ def _whole(data: Any) -> Answer:
             answer.choice(choice.get("index", position)).add(choice)
         answer.usage = _usage(data.get("usage"))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise Broken(f"the answer has not the API's shape ({type(error).__name__}: {error})") from None
+        raise Broken(f"the answer does not follow the API ({type(error).__name__}: {error})") from None
     if not answer.choices:
         raise Broken("the answer has no choices")
     return answer
@@ -209,7 +210,7 @@ def _streamed(lines: list[str]) -> Answer:
             if chunk.get("usage"):
                 answer.usage, usage_at = _usage(chunk["usage"]), last
         except (ValueError, TypeError, AttributeError, IndexError, KeyError, RecursionError) as error:
-            raise Broken(f"an event has not the API's shape ({type(error).__name__}: {data[:80]!r})") from None
+            raise Broken(f"an event does not follow the API ({type(error).__name__}: {data[:80]!r})") from None
     if not answer.choices:
         raise Broken("the stream has no choices")
     if not done:
@@ -226,7 +227,7 @@ def _streamed(lines: list[str]) -> Answer:
 
 
 def _usage(given: Any) -> dict[str, Any]:
-    """Counts that are numbers; what else servers put there is kept as it is."""
+    """The usage, whose counts must be numbers; other entries are kept unchanged."""
     usage = dict(given or {})
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         if not isinstance(usage.get(name, 0), int | None):
@@ -247,7 +248,7 @@ def _events(lines: list[str]) -> Iterator[str]:
 
 
 def _logprobs(given: Any) -> list[TokenLogprob]:
-    """Chat's form (`content`) or completions' (parallel lists)."""
+    """The logprobs, in chat's form (`content`) or that of completions (parallel lists)."""
     if not given:
         return []
     if "content" in given:
@@ -265,7 +266,7 @@ def _logprob(token: Any, logprob: Any, top: Any) -> TokenLogprob:
 
 
 def _log(value: Any) -> float:
-    """Of a probability: a little above 0 by rounding."""
+    """The log-probability, checked; rounding may make it slightly larger than 0."""
     if not isinstance(value, int | float) or not -math.inf < value < 1:
         raise ValueError(f"a log-probability is {value!r:.40}")
     return float(value)
@@ -273,5 +274,5 @@ def _log(value: Any) -> float:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a text is wanted, not {value!r:.40}")
+        raise TypeError(f"expected a string, not {value!r:.40}")
     return value

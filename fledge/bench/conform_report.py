@@ -1,4 +1,4 @@
-"""What a conformance run found: as a table in the terminal, as Markdown, JSON and one HTML file that needs nothing else."""
+"""Reports of a conformance run: a terminal table, Markdown, JSON, and a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ code { font-size: .95em; overflow-wrap: anywhere }
 
 
 def matrix(report: ConformReport) -> list[tuple[str, list[Row | None]]]:
-    """A line a scenario: its row for each of `CHECKS`, None where it was not run."""
+    """One line per scenario: its row for each of `CHECKS`, None if that check was not run."""
     by_place = {(row.scenario, row.check): row for row in report.rows}
     names = dict.fromkeys(row.scenario for row in report.rows if row.scenario != SPECULATION)
     return [(name, [by_place.get((name, check)) for check in CHECKS]) for name in names]
@@ -41,7 +41,7 @@ def headline(report: ConformReport) -> str:
 
 
 def details(report: ConformReport, status: str) -> list[tuple[str, str]]:
-    """Where and why, for every row of this status."""
+    """Place and reason of every row with this status."""
     return [
         (f"{row.scenario}, {row.check}", printable(row.reason + (f" ({row.difference})" if row.difference else "")))
         for row in report.rows
@@ -73,7 +73,7 @@ def print_report(report: ConformReport, console: Console) -> None:
 
 
 def write_report(report: ConformReport, path: Path) -> None:
-    """By the file's suffix: .json, .html or .md."""
+    """Writes the report in the format of the file's suffix: .json, .html or .md."""
     check_suffix(path)
     if path.suffix == ".json":
         write_json(path, report.to_dict())
@@ -84,7 +84,7 @@ def write_report(report: ConformReport, path: Path) -> None:
 
 def check_suffix(path: Path) -> None:
     if path.suffix not in (".json", ".html", ".md"):
-        raise UserError(f"--out {path}: a report is written as .json, .html or .md")
+        raise UserError(f"--out {path}: the file must end in .json, .html or .md")
 
 
 def markdown(report: ConformReport) -> str:
@@ -107,7 +107,7 @@ def markdown(report: ConformReport) -> str:
 
 
 def _code(text: str) -> str:
-    """A server's words in Markdown, where nothing in them is read as markup."""
+    """A server's text as Markdown code, so that nothing in it is read as markup."""
     return "`" + printable(text).replace("`", "'").strip() + "`" if text.strip() else ""
 
 

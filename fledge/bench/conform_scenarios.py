@@ -1,4 +1,4 @@
-"""What `fledge conform` asks for: one scenario a feature, each with its requests and what makes an answer valid."""
+"""The scenarios of `fledge conform`: one per feature, each with its requests and a check of the answers."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ TEXTS = (
 )
 REGEX = r"[A-Z][a-z]{2,8}-[0-9]{3}"
 COLOURS = ["crimson red", "forest green", "navy blue"]
-LONGEST_TEXT, SHORTEST_TEXT = 6000, 300  # characters of the long prompt: about 1,500 tokens, halved until it is taken
+LONGEST_TEXT, SHORTEST_TEXT = 6000, 300  # characters of the long prompt: about 1,500 tokens, halved until the server accepts
 SEED = 20_240
 NUM_TOP = 5
-# Strings are bounded so that even a model that writes four tokens a character ends within this.
+# The schemas bound strings, so that even a model that writes four tokens per character ends within this limit.
 STRUCTURED_TOKENS = 192
 
 
 class NotSupported(Exception):
-    """The server does not have this, and how one knows."""
+    """The server does not have this feature; the message says how that was found."""
 
 
 @dataclass
 class Probe:
-    """What scenarios share: the server, the sizes, and plain answers to compare with."""
+    """State shared by scenarios: the server, the sizes, and the answers without the feature."""
 
     endpoint: Endpoint
     max_tokens: int = 48
@@ -56,7 +56,7 @@ class Probe:
         return body | {"max_tokens": self.max_tokens, "temperature": 0}
 
     async def plain(self, body: Body) -> Answer:
-        """The answer without the feature, asked for once."""
+        """The answer without the feature (cached)."""
         key = json.dumps(body, sort_keys=True)
         if key not in self._plain:
             self._plain[key] = await self.endpoint.ask(body)
@@ -73,7 +73,7 @@ def seeded(bodies: list[Body]) -> list[Body]:
 
 @dataclass(eq=False)
 class Scenario:
-    """Requests of one kind. Every answer is also compared streamed, repeated, under load, and without speculation."""
+    """Requests for one feature. Every answer is also compared streamed, repeated, under load, and without speculation."""
 
     name: str
 
@@ -81,7 +81,7 @@ class Scenario:
         raise AssertionError("every scenario has requests of its own")
 
     async def check(self, probe: Probe, body: Body, answer: Answer) -> None:
-        """Raises `Failed` when the answer is not valid by itself."""
+        """Raises `Failed` if the answer is invalid."""
 
 
 @dataclass(eq=False)
@@ -121,12 +121,12 @@ class Schema(Scenario):
         value = parse_json(answer.first)
         problem = schema_problem(value, SCHEMA)
         if problem:
-            raise Failed(f"the answer is JSON but not by the schema: {problem}")
+            raise Failed(f"the answer is JSON but does not match the schema: {problem}")
 
 
 @dataclass(eq=False)
 class Constrained(Scenario):
-    """A regular expression or a choice, under whichever of the usual field names the server obeys."""
+    """A regular expression or a choice, in the first of the usual field names that has an effect on the server."""
 
     kind: str
 
@@ -163,7 +163,7 @@ class Tools(Scenario):
         named = {"type": "function", "function": {"name": "get_weather"}}
         tools: Body = {"tools": TOOLS, "tool_choice": named if self.choice == "named" else self.choice}
         if self.choice == "required":
-            tools["parallel_tool_calls"] = False  # a list of calls has no end that a small model must come to
+            tools["parallel_tool_calls"] = False  # a small model may never end a list of calls
         body = probe.greedy(chat("What will the weather be in Paris in the next three days, in celsius?"))
         body |= {"max_tokens": STRUCTURED_TOKENS, **tools}
         return [body, *seeded([body])]
@@ -172,7 +172,7 @@ class Tools(Scenario):
         choice, known = answer.first, {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
         if not choice.calls:
             if self.choice != "auto":
-                raise Failed(f"no tool call, though tool_choice is {self.choice}; the text is {choice.text[:80]!r}")
+                raise Failed(f"no tool call, although tool_choice is {self.choice}; the text is {choice.text[:80]!r}")
             if lost_call(choice.text, set(known)):
                 raise Failed(f"a tool call was left in the text: {choice.text[:120]!r}")
             return
@@ -186,7 +186,7 @@ class Tools(Scenario):
                 raise Failed(f"the arguments are not JSON{cut}: {call.arguments[:120]!r}") from None
             problem = "" if self.choice == "auto" else schema_problem(arguments, known[call.name])
             if problem:
-                raise Failed(f"the arguments are not by the schema: {problem}")
+                raise Failed(f"the arguments do not match the schema: {problem}")
         wanted = ("tool_calls", "stop") if self.choice == "named" else ("tool_calls",)
         if choice.finish_reason not in wanted:
             raise Failed(f"finish_reason is {choice.finish_reason!r} on a tool call, not {wanted[0]!r}")
@@ -194,7 +194,7 @@ class Tools(Scenario):
 
 @dataclass(eq=False)
 class StopString(Scenario):
-    """Stops in the middle of a known answer: exactly the text before the first occurrence must come."""
+    """Stop strings from the middle of a known answer: the answer must be exactly the text before the first occurrence."""
 
     expected: dict[str, str] = field(default_factory=dict)
 
@@ -229,14 +229,14 @@ class StopIds(Scenario):
         try:
             ids = await probe.endpoint.token_ids(answer.first.text)
         except (Refused, Broken) as error:
-            raise NotSupported(f"token ids cannot be asked for (/tokenize: {error})") from None
+            raise NotSupported(f"the server gives no token ids (/tokenize: {error})") from None
         if len(ids) < 6:
             raise NotSupported("the plain answer is too short to stop in")
         bodies = [plain | {"stop_token_ids": [ids[at]]} for at in (len(ids) // 2, 3 * len(ids) // 4)]
         stops = [body for body in bodies if (await probe.endpoint.ask(body)).first.text != answer.first.text]
         if not stops:
             raise NotSupported("stop_token_ids is ignored")
-        # Bytes that are no text were not encoded as they had been generated: an id may then be of no use.
+        # If the answer has invalid UTF-8, tokenizing its text does not give the generated ids, so a stop id may never occur.
         return stops if "\ufffd" in answer.first.text else bodies
 
     async def check(self, probe: Probe, body: Body, answer: Answer) -> None:
@@ -258,7 +258,7 @@ class Logprobs(Scenario):
     async def check(self, probe: Probe, body: Body, answer: Answer) -> None:
         logprobs, greedy = answer.first.logprobs, body["temperature"] == 0
         if not logprobs:
-            raise Failed("no logprobs came")
+            raise Failed("the answer has no logprobs")
         for place, one in enumerate(logprobs):
             if one.logprob > 1e-4:
                 raise Failed(f"token {place} ({one.token!r}) has log-probability {one.logprob:.4f}, above 0")
@@ -267,7 +267,7 @@ class Logprobs(Scenario):
                 raise Failed(f"token {place} ({one.token!r}): the top probabilities add up to {total:.4f}")
             least = min(one.top.values(), default=math.inf)
             if one.token not in one.top and (greedy or one.logprob > least + 1e-4):
-                raise Failed(f"token {place} ({one.token!r}) was chosen and is not among the top {len(one.top)}")
+                raise Failed(f"token {place} ({one.token!r}) was chosen but is not among the top {len(one.top)}")
             if greedy and one.logprob < max(one.top.values()) - 1e-3:
                 best, _ = max(one.top.items(), key=lambda item: item[1])
                 raise Failed(f"token {place}: greedy chose {one.token!r} ({one.logprob:.4f}), {best!r} is better")
@@ -291,18 +291,18 @@ class Several(Scenario):
     async def check(self, probe: Probe, body: Body, answer: Answer) -> None:
         texts = [choice.text for choice in answer.choices]
         if len(texts) != self.n:
-            raise Failed(f"{len(texts)} answers came, {self.n} were asked for")
+            raise Failed(f"{len(texts)} answers instead of {self.n}")
         if self.sampled and len(set(texts)) == 1:
             raise Failed(f"all {self.n} sampled answers are the same text")
         if not self.sampled:
             alone = (await probe.plain(probe.chats()[0])).first.text
             for index, text in enumerate(texts):
                 if text != alone:
-                    raise Failed(f"answer {index} is not that of n = 1; {first_difference(text, alone)}")
+                    raise Failed(f"answer {index} differs from the answer with n = 1; {first_difference(text, alone)}")
 
 
 class LongPrompt(Scenario):
-    """Two questions after one long text: the second finds the first's prefix in the cache, where there is one."""
+    """Two questions after the same long text: the second can reuse the first's prefix, if the server has a prefix cache."""
 
     async def requests(self, probe: Probe) -> list[Body]:
         size = LONGEST_TEXT if probe.num_prompts > 1 else LONGEST_TEXT // 4

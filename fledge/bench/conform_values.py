@@ -1,4 +1,4 @@
-"""Values that `fledge conform` asks servers for, and what is wrong with one that came."""
+"""The schemas and tools that `fledge conform` uses, and checks of values against them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TIME_PARAMETERS: dict[str, Any] = {
     "required": ["city"],
     "additionalProperties": False,
 }
-# `strict`: only then does the API promise arguments by the schema.
+# The API guarantees that arguments follow the schema only with `strict`.
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "description": text, "parameters": parameters, "strict": True}}
     for name, text, parameters in (
@@ -52,7 +52,7 @@ TOOLS: list[dict[str, Any]] = [
 
 
 class Failed(Exception):
-    """The answer is wrong, and how."""
+    """The answer is wrong; the message says how."""
 
 
 def parse_json(choice: Choice) -> Any:
@@ -64,7 +64,7 @@ def parse_json(choice: Choice) -> Any:
 
 
 def schema_problem(value: Any, schema: dict[str, Any], place: str = "") -> str:
-    """What is wrong with a value, for the few keywords that the schemas here use; "" when nothing is."""
+    """What is wrong with a value, for the few keywords that these schemas use; "" if nothing is."""
     where = place or "the value"
     types = {"object": dict, "array": list, "string": str, "integer": int, "boolean": bool}
     right = isinstance(value, types[schema["type"]]) and (schema["type"] != "integer" or not isinstance(value, bool))
@@ -92,7 +92,7 @@ def schema_problem(value: Any, schema: dict[str, Any], place: str = "") -> str:
 
 
 def lost_call(text: str, names: set[str]) -> bool:
-    """Whether a well-formed call of a known tool stands in the text, where a parser should have taken it out."""
+    """Whether the text still has a well-formed call of a known tool, which the server's parser should have extracted."""
     for found in re.finditer(r"\{", text):
         try:
             value, _ = json.JSONDecoder().raw_decode(text[found.start() :])

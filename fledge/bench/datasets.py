@@ -1,6 +1,6 @@
-"""Data sets for measuring: JSONL files of conversations, the built-in prompts, and the user's own copy of SPEED-Bench.
+"""Loads benchmark data sets: JSONL files of conversations, the built-in prompts, and the user's own copy of SPEED-Bench.
 
-One line, one conversation of user turns: {"id": "mt-1", "category": "writing", "turns": ["Write …", "Now shorten it."]}
+Each line is one conversation of user turns: {"id": "mt-1", "category": "writing", "turns": ["Write …", "Now shorten it."]}
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from fledge.errors import UserError, first_line
 from fledge.sources import HUB_ID
 
-# Prompts written for this project, over the eleven categories of SPEED-Bench.
+# Prompts written for this project, in the eleven categories of SPEED-Bench.
 BUILT_IN = Path(__file__).with_name("builtin.jsonl")
-# What SPEED-Bench ships in place of prompts that its user must fetch from their sources.
+# SPEED-Bench's placeholder for prompts that its user must fetch from their sources.
 PLACEHOLDER = "SHOULD BE FETCHED FROM THE SOURCE"
 
 
@@ -24,13 +24,13 @@ PLACEHOLDER = "SHOULD BE FETCHED FROM THE SOURCE"
 class Item:
     id: str
     category: str
-    turns: tuple[str, ...]  # what the user says, in order
+    turns: tuple[str, ...]  # the user's messages, in order
 
 
 def load_items(data: str, *, limit: int = 0, categories: Iterable[str] = ()) -> list[Item]:
-    """`data`: `builtin`, a JSONL or parquet file, a folder of them, or a data set's hub id.
+    """Loads conversations. `data`: `builtin`, a JSONL or parquet file, a folder of them, or a data set's hub id.
 
-    `limit`: at most this many of each category, spread over the file; 0: all.
+    `limit`: maximum number per category, spread evenly over the file; 0: all.
     """
     files = [BUILT_IN] if data == "builtin" else _files(data)
     items = [item for file in files for item in _read(file)]
@@ -73,8 +73,8 @@ def _from_hub(name: str) -> Path:
 
     try:
         return Path(huggingface_hub.snapshot_download(name, repo_type="dataset", allow_patterns=["*.jsonl", "*.parquet"]))
-    except Exception as error:  # no network shows as many kinds of error
-        raise UserError(f"{name}: no such folder here, and the hub does not give it ({first_line(error)})") from None
+    except Exception as error:  # a missing network raises many different types
+        raise UserError(f"{name}: no such folder here, and it cannot be fetched from the hub ({first_line(error)})") from None
 
 
 def _read(file: Path) -> list[Item]:
@@ -82,8 +82,8 @@ def _read(file: Path) -> list[Item]:
     items = [_item(row, file, number) for number, row in rows]
     if missing := sum(PLACEHOLDER in turn.upper() for item in items for turn in item.turns):
         raise UserError(
-            f"{file}: {missing} turns are placeholders, whose text SPEED-Bench's own preparation script fetches; "
-            "run it first and give its output"
+            f"{file}: {missing} turns are placeholders; run SPEED-Bench's own preparation script, which fetches their text, "
+            "and give its output"
         )
     return items
 
@@ -109,7 +109,7 @@ def _parquet(file: Path) -> Iterable[tuple[int, Any]]:
         raise UserError(f"{file}: parquet files need pyarrow (pip install pyarrow), or convert it to JSONL") from None
     try:
         return enumerate(parquet.read_table(file).to_pylist(), 1)
-    except (ValueError, OSError) as error:  # pyarrow's own errors are kinds of these
+    except (ValueError, OSError) as error:  # pyarrow's own errors are subclasses of these
         raise UserError(f"{file}: not a parquet file ({first_line(error)})") from None
 
 
@@ -122,8 +122,8 @@ def _item(row: Any, file: Path, number: int) -> Item:
     contents = [turn.get("content") if isinstance(turn, Mapping) else turn for turn in turns]
     texts = [text for text in contents if isinstance(text, str) and text.strip()]
     if len(texts) < len(contents):
-        raise UserError(f"{where}: a turn is empty or no text")
-    # `question_id` is SPEED-Bench's and MT-bench's name for it; in a table what is missing is None.
+        raise UserError(f"{where}: a turn is empty or not text")
+    # SPEED-Bench and MT-bench call the id `question_id`. In a parquet table a missing value is None.
     names = (row.get("id"), row.get("question_id"), f"{file.stem}-{number}")
     identity = next(name for name in names if name is not None)
     return Item(str(identity), str(row.get("category") or file.stem).lower(), tuple(texts))

@@ -1,6 +1,7 @@
-"""Is a drafter's acceptance sane for its target, and if not, which known mistake explains it? Found by trying.
+"""Checks whether a drafter's acceptance is normal for its target, and if not, finds the known mistake that explains it.
 
-The target's greedy text does not depend on the drafter, so every trial drafts for the same text and trials compare one to one.
+It undoes each known mistake in turn and measures acceptance again. The target's greedy text does not depend on the drafter, so
+every trial drafts for the same text and trials can be compared directly.
 """
 
 from __future__ import annotations
@@ -26,31 +27,33 @@ from fledge.models.drafter import EagleDrafter
 from fledge.sampling import SamplingParams
 
 DEPTH = 4
-# A drafter that belongs to its target has its first token accepted in half the steps and more; a wrong one hardly ever.
+# The first token of a drafter that fits its target is accepted in half of the steps or more; of a wrong one almost never.
 SANE_FIRST = 0.3
-# From here on nothing is searched for any further.
+# If the first token is accepted this often, layers are not searched.
 GOOD_FIRST = 0.6
-# How much more a change must bring, in tokens accepted a step, before it is called a repair.
+# A change is a repair if tokens accepted per step rise to at least this ratio times the old value plus this margin.
 REPAIR_RATIO, REPAIR_MARGIN = 1.1, 0.1
-# Another prompt format gives another text, so that more is asked for.
+# Another prompt format gives another text, so a larger gain is required.
 FORMAT_RATIO, FORMAT_MARGIN = 1.5, 0.4
 MOST_AT_LENGTH = 6
-# Neighbouring layers are alike, so that ids off by one cost a few percent only. A shift that helps is measured again on answers
-# so many times as long, and must help by so many standard errors. The shipped drafter loses 7 % one layer higher: 1.5 standard
-# errors of the usual answers, 5 of those four times as long.
+# Adjacent layers are similar, so ids that are off by one cost only a few percent. A shift that helps is measured again on
+# answers LONGER times as long, and must help by CLEAR_ERRORS standard errors. The shipped drafter loses 7 % one layer higher:
+# 1.5 standard errors with answers of the usual length, 5 with answers four times as long.
 LONGER, CLEAR_ERRORS = 4, 3.0
-# Serving past its position limit is what breaks a drafter: below this a limit is a template's leftover, not a choice.
+# Past its position limit a drafter stops working. A limit below this is taken for a template's default, not a choice.
 SMALLEST_SENSIBLE_POSITIONS = 4096
 FETCH_AGAIN = "fetch the checkpoint again, or ask its maker"
 
 
 @dataclass(frozen=True)
 class Trial:
-    fault: str  # the mistake it would undo; "": unchanged
+    """The acceptance measured for the drafter with one change."""
+
+    fault: str  # the mistake that the change undoes; "": unchanged
     remedy: str
-    accepted: float  # drafted tokens accepted a step
-    first: float  # share of steps whose first drafted token was accepted
-    steps: tuple[int, ...] = ()  # of each answer
+    accepted: float  # drafted tokens accepted per step
+    first: float  # fraction of steps whose first drafted token was accepted
+    steps: tuple[int, ...] = ()  # number of steps of each answer
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Diagnosis:
     repaired: Trial | None
     trials: list[Trial] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    storage: str = ""  # how the file holds the weights, if not as plain numbers
+    storage: str = ""  # how the file stores the weights; empty: as plain numbers
 
     @property
     def healthy(self) -> bool:
@@ -73,12 +76,12 @@ class Diagnosis:
 
 
 class AcceptanceMeter:
-    """Decodes the same prompts with one drafter after the other."""
+    """Measures drafters one after the other on the same prompts."""
 
     def __init__(
         self, model: str, prompts: Sequence[str], *, max_tokens: int = 32, device: str = "auto", dtype: str = "auto"
     ) -> None:
-        # One request's cache: more would take the GPU's memory until the garbage collector finds this engine.
+        # KV cache for one request only: the memory is not freed until the garbage collector finds this engine.
         plain = build_engine(model, Speculation("none"), EngineConfig(device=device, dtype=dtype, max_num_seqs=1))
         assert plain.tokenizer is not None, "a model with files has one"
         self.decoder, self.tokenizer = plain.decoder, plain.tokenizer
@@ -88,10 +91,10 @@ class AcceptanceMeter:
             self.formats = {"by the chat template": [self._chat(chat) for chat in chats], **self.formats}
         self.served = next(iter(self.formats))
         self._is_compiled = False
-        # Just room enough: every trial makes a cache of its own.
+        # No larger than needed: every trial allocates its own KV cache.
         longest = max(len(tokens) for format in self.formats.values() for tokens in format)
         room = min(longest + LONGER * max_tokens + DEPTH, plain.config.max_model_len)
-        self.num_tokens = {  # of an answer, by how much text is drafted for
+        self.num_tokens = {  # maximum answer length, by amount of text
             "brief": max(8, max_tokens // 2),
             "usual": max_tokens,
             "long": max(max_tokens, min(LONGER * max_tokens, room - longest - DEPTH)),
@@ -116,9 +119,9 @@ class AcceptanceMeter:
         *,
         text: str = "usual",
     ) -> Trial:
-        """`text`: brief is a sixth of the usual, to choose among many; long is four times as much."""
+        """Measures one drafter. `text`: the amount of text; brief is 1/6 of usual, to choose among many; long is 4 times it."""
         engine = build_engine(self.decoder, Speculation(network, DEPTH).fixed_depth(), self.config, tokenizer=self.tokenizer)
-        if not self._is_compiled:  # the next ones' kernels are hardly others
+        if not self._is_compiled:  # later trials use almost the same kernels
             engine.executor.compile_kernels()
             self._is_compiled = True
         prompts = self.formats[prompt_format or self.served]
@@ -143,10 +146,10 @@ def diagnose(
     search_layers: bool = True,
     on_trial: progress.Report = progress.silent,
 ) -> Diagnosis:
-    """Measures the drafter unchanged and with each known mistake undone. Where the first draft is then accepted in less than
-    `GOOD_FIRST` of the steps, tries every layer in place of each tap too: some ninety trials.
+    """Measures the drafter unchanged and with each known mistake undone. If the first drafted token is then accepted in less
+    than `GOOD_FIRST` of the steps, also tries every layer in place of each tap: about ninety trials.
 
-    `thorough`: search layers in any case; `search_layers` False: never; `on_trial` gets what is tried."""
+    `thorough`: always search layers; `search_layers` False: never; `on_trial` is told what is tried."""
     files = origins.canonical(read_drafter_files(find_drafter(drafter)))
     on_trial("loading the target")
     meter = AcceptanceMeter(
@@ -158,7 +161,7 @@ def diagnose(
     if foreign := _made_for_another(config, meter.target):
         return Diagnosis("wrong target", foreign, "name the target it was trained for", None, None, [], problems, files.storage)
     candidates = list(changes(files, config, meter.target))
-    if problems:  # it cannot be loaded as it is
+    if problems:  # it cannot be loaded unchanged
         trials = _try_all(meter, None, candidates, on_trial)
         return _conclude(files, config, problems, None, trials, _best_repair(None, trials), meter)
     on_trial("drafting, unchanged")
@@ -192,7 +195,7 @@ def _built(files: DrafterFiles, config: DrafterConfig) -> EagleDrafter:
 
 
 def _try(meter: AcceptanceMeter, change: Change, text: str = "usual") -> Trial | None:
-    """None: the drafter cannot be loaded so either."""
+    """Measures the drafter with a change; None if it cannot be loaded."""
     config, problems = eagle3.check(change.files, meter.target)
     if problems or config is None:
         return None
@@ -202,7 +205,8 @@ def _try(meter: AcceptanceMeter, change: Change, text: str = "usual") -> Trial |
 def _try_all(
     meter: AcceptanceMeter, unchanged: EagleDrafter | None, candidates: list[Change], on_trial: progress.Report
 ) -> list[Trial]:
-    """All briefly; those that beat the unchanged drafter and come near the best of them at length."""
+    """Measures all changes on brief text; then, at the usual length, those that beat the unchanged drafter and are within 20 %
+    of the best."""
     brief = []
     for number, change in enumerate(candidates):
         on_trial(f"trying {change.short}", number, len(candidates))
@@ -226,7 +230,7 @@ def _try_formats(meter: AcceptanceMeter, files: DrafterFiles, config: DrafterCon
 
 
 def _best_repair(unchanged: Trial | None, trials: Sequence[Trial]) -> Trial | None:
-    """The likeliest (first) of those that come near the best, if the best is worth the name of a repair."""
+    """The most likely (first) repair among those within 3 % of the best; None if no trial is a repair."""
 
     def repairs(trial: Trial) -> bool:
         if trial.first < SANE_FIRST:
@@ -243,7 +247,7 @@ def _best_repair(unchanged: Trial | None, trials: Sequence[Trial]) -> Trial | No
         return None
     most = max(trial.accepted for trial in able)
     likeliest = next(trial for trial in able if trial.accepted >= 0.97 * most)
-    if "layers" in likeliest.fault:  # neighbouring layers help too: the best of them is meant
+    if "layers" in likeliest.fault:  # layers next to the right one help too, so the best is chosen
         return max((trial for trial in able if "layers" in trial.fault), key=lambda trial: trial.accepted)
     return likeliest
 
@@ -256,7 +260,7 @@ def _clear_shift(
     trials: Sequence[Trial],
     on_trial: progress.Report,
 ) -> Trial | None:
-    """The trial of all layers shifted by one, if it drafts better beyond noise; longer answers tell."""
+    """The trial with all layers shifted by one, if longer answers show that it is better by more than noise."""
     better = {trial.remedy: trial for trial in trials if trial.fault == SHIFTED and trial.accepted > unchanged.accepted}
     if not better:
         return None
@@ -270,7 +274,7 @@ def _clear_shift(
 
 
 def gain_in_errors(before: Sequence[int], after: Sequence[int]) -> float:
-    """The share of steps by which the same answers take fewer, in its standard errors: jackknife over the answers."""
+    """The relative saving in steps for the same answers, divided by its standard error (jackknife over the answers)."""
     if len(before) < 2:
         return 0.0
     all_before, all_after = sum(before), sum(after)
@@ -304,13 +308,14 @@ def _conclude(
         said = f"the first drafted token is accepted in {unchanged.first:.1%} of the steps, and no known mistake explains it"
         if _embedding_is_foreign(files, meter):
             said += "; its embedding is not the target's"
-        return diagnosis("wrong target", said, "it belongs to another target, or it was hardly trained")
+        remedy = "it fits another target or was trained too little: name its target, or train it further"
+        return diagnosis("wrong target", said, remedy)
     limit = min(meter.target.max_positions, SMALLEST_SENSIBLE_POSITIONS)
     if config.max_positions < limit:
         return diagnosis(
             "position limit",
             f"{_sane(unchanged)} on short prompts, but max_position_embeddings is {config.max_positions}: "
-            f"servers cut or clamp there, and the target goes to {meter.target.max_positions}",
+            f"servers cut or clamp there, and the target's limit is {meter.target.max_positions}",
             "set max_position_embeddings to the length it was trained for",
         )
     return diagnosis(None, _sane(unchanged))
@@ -321,7 +326,7 @@ def _sane(trial: Trial) -> str:
 
 
 def _embedding_is_foreign(files: DrafterFiles, meter: AcceptanceMeter) -> bool:
-    """Trainers freeze the embedding they copy from the target: another one gives another target away."""
+    """Whether the drafter's embedding is not the target's. Trainers copy and freeze it, so this means another target."""
     own = files.tensors.get("embed_tokens.weight")
     theirs = meter.decoder.embed_tokens.weight
     if own is None or own.shape != theirs.shape:

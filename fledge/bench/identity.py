@@ -1,12 +1,12 @@
-"""Whether answers depend on how they were computed: the same requests served in several ways, compared token by token.
+"""Checks that answers do not depend on how they are computed: serves the same requests in several ways and compares tokens.
 
     alone             one request at a time
-    in a batch        as many at once as the engine has rows
-    changing load     requests come and go at random, among others that are cancelled
-    prefix reuse      the engine has served the same prompts before and finds them in its cache
+    in a batch        as many requests at once as the engine has rows
+    changing load     requests arrive at random times, among other requests that are cancelled
+    prefix reuse      the engine has served the same prompts before and reuses their cached KV pages
     chunked prefill   prompts are prefilled in small chunks
 
-each of them with plain decoding and with speculation. All are compared with plain decoding, alone.
+Each way is run with plain decoding and with speculation. All are compared with plain decoding, one request at a time.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ Answers = list[list[int]]
 # (speculative, settings of `EngineConfig` to change) -> an engine
 Build = Callable[..., Engine]
 REFERENCE = "plain, alone"
-CHUNK = 64  # tokens of a chunk where prefill is chunked
+CHUNK = 64  # tokens per chunk in the chunked-prefill way
 
 
 @dataclass
 class Identity:
-    """Answers by way; `pairs` compares them."""
+    """The answers of each way of serving; `pairs` compares them."""
 
     answers: dict[str, Answers] = field(default_factory=dict)
 
     def pairs(self) -> dict[str, dict[str, Any]]:
-        """Each way against the reference: equal answers, and where the others part from it."""
+        """For each way: how many answers equal the reference's, and where the others first differ."""
         wanted = self.answers[REFERENCE]
         found: dict[str, dict[str, Any]] = {}
         for name, given in self.answers.items():
@@ -54,7 +54,7 @@ class Identity:
 
 
 def first_difference(one: Sequence[int], two: Sequence[int]) -> int | None:
-    """The index of the first token that differs; None: the texts are equal."""
+    """The index of the first token that differs; None if the sequences are equal."""
     for index, (a, b) in enumerate(zip(one, two, strict=False)):
         if a != b:
             return index
@@ -70,7 +70,7 @@ def compare_ways(
     speculate: bool = True,
     report: Callable[[str], None] = lambda way: None,
 ) -> Identity:
-    """Serves the requests in every way. `build(speculative, **settings)` makes an engine; `report` is told of each way."""
+    """Serves the requests in every way. `build(speculative, **settings)` makes an engine; `report` is called after each way."""
     found = Identity()
 
     def note(way: str, answers: Answers) -> None:
@@ -85,7 +85,7 @@ def compare_ways(
         note(f"{kind}, changing load", serve_changing_load(engine, prompts, params))
         del engine
         engine = build(speculative, max_num_seqs=users, prefix_caching=True)
-        # Another answer length, so that the cache ends elsewhere than the answers that follow.
+        # With another answer length, so that the cached sequences end elsewhere than the following answers.
         serve(engine, prompts, [replace(one, max_tokens=2) for one in params], users)
         note(f"{kind}, prefix reuse", serve(engine, prompts, params, users))
         del engine
@@ -96,7 +96,7 @@ def compare_ways(
 
 
 def serve(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], users: int) -> Answers:
-    """A closed loop: the next request enters when one is done."""
+    """Serves all requests in a closed loop of `users`: the next one enters when one is done."""
     requests: list[Request] = []
     while len(requests) < len(prompts) or engine.has_unfinished():
         while len(requests) < len(prompts) and len(engine.requests) < users:
@@ -108,7 +108,7 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[Sam
 def serve_changing_load(
     engine: Engine, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], seed: int = 0
 ) -> Answers:
-    """Requests come in bursts of random size at random steps, in another order, with others that are cancelled half way."""
+    """Serves the requests in random order and in bursts of random size, among other requests that are cancelled midway."""
     rng = random.Random(seed)
     order = rng.sample(range(len(prompts)), len(prompts))
     requests: dict[int, Request] = {}

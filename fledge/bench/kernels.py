@@ -1,4 +1,4 @@
-"""Which kernel each linear of a model takes, by its number of rows: for people who ask why something is slow."""
+"""Lists which kernel each linear of a model uses, by its number of rows (`fledge bench --kernels`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from fledge.models.moe import SparseMLP
 
 
 def linear_shapes(config: ModelConfig, quantization: str = "none") -> list[Shape]:
-    """The linears of one layer and the head. `quantization`: none, fp8, int8 or int4 (a GGUF file's formats are its own)."""
+    """The shapes of one layer's linears and the head. `quantization`: none, fp8, int8 or int4; GGUF formats are set later."""
     with torch.device("meta"):
         decoder = Decoder(config)
     layer = decoder.layers[0]
@@ -52,7 +52,7 @@ def linear_shapes(config: ModelConfig, quantization: str = "none") -> list[Shape
 
 
 def _mlp_linears(mlp: MLP | SparseMLP) -> dict[str, nn.Linear]:
-    """Of a plain MLP, or of a router and the shared expert; those that are chosen among have a kernel of their own."""
+    """The linears of an MLP, or of router and shared expert; the routed experts have their own kernel and are left out."""
     if not isinstance(mlp, SparseMLP):
         return {"gate_up_proj": mlp.gate_up_proj, "down_proj": mlp.down_proj}
     shared = mlp.shared_expert
@@ -66,7 +66,7 @@ def runs_blocks(path: Path, config: EngineConfig) -> bool:
 
 
 def kernel_lines(model: str, asked: EngineConfig, rows: Sequence[int] = ROWS) -> dict[str, Any]:
-    """The kernel of each linear of a model, by its number of rows. Weights are not read."""
+    """The kernel of each linear of a model, by its number of rows. Does not read the weights."""
     path, config = sources.find(model), target_config(model)
     if runs_blocks(path, asked):
         asked = replace(asked, quantization="gguf")
@@ -81,7 +81,7 @@ def kernel_lines(model: str, asked: EngineConfig, rows: Sequence[int] = ROWS) ->
 
 
 def _file_formats(path: Path) -> dict[str, str]:
-    """Of a GGUF file's first layer and head; a linear of several tensors may have several."""
+    """Formats of the linears in a GGUF file's first layer and of its head; a linear of several tensors may have several."""
     tensors = {gguf.hf_name(name): tensor for name, tensor in open_gguf(path).tensors.items()}
     linears = {
         "qkv_proj": "layers.0.self_attn.qkv_proj",

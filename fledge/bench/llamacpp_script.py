@@ -1,7 +1,7 @@
-"""llama.cpp on given prompts, one at a time, greedily. Run as a script by a Python that has llama-cpp-python: imports nothing
-of this package.
+"""Runs llama.cpp on given prompts, one at a time, greedily. Run as a script by a Python that has llama-cpp-python; imports
+nothing of this package.
 
-Through llama.cpp's own functions, not the package's Python loop over them, so that the time is llama.cpp's.
+Calls llama.cpp's C functions and not llama-cpp-python's Python loop, so that only llama.cpp is timed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import sys
 import time
 from typing import Any
 
-CHUNK = 512  # prompt tokens a pass: llama.cpp's default
+CHUNK = 512  # prompt tokens per pass: llama.cpp's default
 
 
 class Model:
-    """A GGUF file with an empty cache before every answer."""
+    """A loaded GGUF file. The KV cache is cleared before every answer."""
 
     def __init__(self, file: str, threads: int, context: int, chunk: int = CHUNK) -> None:
-        """`chunk`: prompt tokens a pass."""
+        """`chunk`: prompt tokens per pass."""
         import llama_cpp
 
         self.c = llama_cpp
@@ -32,7 +32,7 @@ class Model:
         self.sampler = llama_cpp.llama_sampler_init_greedy()
 
     def answer(self, prompt: list[int], max_tokens: int, *, ignore_eos: bool = False, num_best: int = 0) -> dict[str, Any]:
-        """`num_best`: for each token the so many highest logits, as [token, logit] pairs."""
+        """Answers one prompt. `num_best`: how many of the highest logits to return per token, as [token, logit] pairs."""
         began = time.perf_counter()
         self.c.llama_memory_clear(self.c.llama_get_memory(self.context), True)
         tokens: list[int] = []
@@ -66,7 +66,7 @@ class Model:
 
 
 def peak_bytes() -> int:
-    """The most memory this process has had. `getrusage`, for want of /proc, counts the parent's before the start too."""
+    """Peak memory of this process. Without /proc it is `getrusage`'s, which also counts the parent's memory before exec."""
     try:
         with open("/proc/self/status") as file:
             return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
@@ -75,6 +75,7 @@ def peak_bytes() -> int:
 
 
 def measure(model: Model, task: dict[str, Any]) -> dict[str, Any]:
+    """Answers all prompts of a task and returns the run's figures."""
     model.answer(task["prompts"][0], 8, ignore_eos=True)
     ignore, num_best = task.get("ignore_eos", False), task.get("num_best", 0)
     answers = [model.answer(one, task["max_tokens"], ignore_eos=ignore, num_best=num_best) for one in task["prompts"]]
@@ -100,7 +101,7 @@ def main(task_file: str, out_file: str) -> None:
         task = json.load(file)
     model = Model(task["model"], task.get("threads") or os.cpu_count() or 1, task["context"], task.get("chunk", CHUNK))
     found: dict[str, Any] = {"ready": time.time(), "version": model.c.__version__}
-    if task.get("prefill"):  # first: it reads the whole file once, as a warm-up
+    if task.get("prefill"):  # done first: it reads the whole file once, which also warms up the decode run
         model.answer(task["prefill"], 1)
         found["prefill_tokens_per_second"] = len(task["prefill"]) / model.answer(task["prefill"], 1)["seconds"]
     if task.get("texts"):

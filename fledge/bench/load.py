@@ -1,12 +1,11 @@
-"""Load on any OpenAI-compatible server, ours, vLLM's, others, and what it is worth.
+"""Puts load on any OpenAI-compatible server and measures it.
 
-Figures, by the names in use: TTFT (time to first token), TPOT (time per output token after the first), ITL (time between
-arrivals of text), and tokens/s per user (one over TPOT, the median over requests) and in total. Acceptance is read from
-/metrics before and after.
+Figures: TTFT (time to first token), TPOT (time per output token after the first), ITL (time between arrivals of text),
+tokens/s per user (1 / TPOT, the median over requests) and tokens/s in total. Acceptance is read from /metrics before and after.
 
-An arrival is one read of the socket. A fast server, or a client that is behind, gets many events in one read: they came
-together, and the tokens of the first read have no decoding time that a client could see. Timing each event apart once
-gave 34,324 tokens/s per user for a stream of a few thousand.
+An arrival is one read of the socket. If the server is fast or the client is behind, one read has many events: they arrived
+together, and the client cannot see the decoding time of the tokens in the first read. Timing each event separately once gave
+34,324 tokens/s per user for a stream of a few thousand.
 """
 
 from __future__ import annotations
@@ -35,12 +34,14 @@ DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_AT = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 SAMPLE = re.compile(r"^(\S+?)(?:\{(.*)\})? (\S+)$")
-# One process of the client reads about so many streams of a fast server.
+# One client process can read about this many streams of a fast server.
 USERS_A_PROCESS = 16
 
 
 @dataclass(frozen=True)
 class Acceptance:
+    """A server's counts of drafts and of drafted and accepted tokens."""
+
     drafts: float = 0.0
     drafted: float = 0.0
     accepted: float = 0.0
@@ -68,7 +69,7 @@ class Acceptance:
             if found is None:
                 continue
             name, labels, value = found[1], found[2] or "", _number(found[3])
-            position = re.search(r'position="(\d{1,3})"', labels)  # a thousand would be more than anybody drafts
+            position = re.search(r'position="(\d{1,3})"', labels)  # no server drafts 1,000 tokens
             if name == ACCEPTED_AT and position is not None:
                 at[int(position[1])] = at.get(int(position[1]), 0.0) + value
             elif name in (DRAFTS, DRAFTED, ACCEPTED):
@@ -78,7 +79,7 @@ class Acceptance:
 
 
 def _number(text: str) -> float:
-    """0 for what is no number, or not a finite one."""
+    """The text as a number; 0 if it is not a finite number."""
     try:
         value = float(text)
     except ValueError:
@@ -88,7 +89,7 @@ def _number(text: str) -> float:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What one level of concurrency gave."""
+    """The results of one level of concurrency."""
 
     concurrency: int
     seconds: float
@@ -113,13 +114,13 @@ class LoadReport:
 
     @property
     def per_user_tokens_per_second(self) -> float:
-        """What a reader of one stream sees: the median over requests of one over their TPOT."""
+        """The speed that the reader of one stream sees: the median of 1 / TPOT over requests."""
         rates = [1 / tpot for sample in self.good if (tpot := sample.token_seconds)]
         return float(np.median(rates)) if rates else 0.0
 
     @property
     def mean_per_user_tokens_per_second(self) -> float:
-        """The mean, weighted by time: tokens after the first over the time from first to last, over all requests."""
+        """The mean, weighted by time: tokens after the first, divided by the time from first to last, over all requests."""
         timed = [sample for sample in self.good if sample.token_seconds is not None]
         seconds = sum(sample.decode_seconds for sample in timed)
         return sum(sample.decode_tokens for sample in timed) / seconds if seconds else 0.0
@@ -156,7 +157,7 @@ class LoadReport:
 
 
 def default_processes(concurrency: int) -> int:
-    """Half of the cores at most: the server has the others."""
+    """The number of client processes: at most half of the cores, which leaves the others to the server."""
     return max(1, min((os.cpu_count() or 1) // 2, math.ceil(concurrency / USERS_A_PROCESS)))
 
 
@@ -166,7 +167,7 @@ async def run_level(
     concurrency: int,
     on_done: Callable[[int], None] = lambda _: None,
 ) -> LoadReport:
-    """Sends every conversation once, at most `concurrency` at a time. `on_done`: told how many are answered."""
+    """Sends every conversation once, at most `concurrency` at a time. `on_done`: called with the number of answers so far."""
     headers = authorization(settings.api_key)
     async with httpx.AsyncClient(base_url=settings.url, headers=headers, timeout=settings.timeout) as client:
         settings = replace(settings, model=settings.model or await _first_model(client))
@@ -185,12 +186,15 @@ async def run_level(
 def _run_processes(
     settings: LoadSettings, conversations: Sequence[Conversation], concurrency: int, num_processes: int
 ) -> Outcome:
-    """Users and conversations in equal shares; all begin when the last is ready. Their clocks are the machine's."""
+    """Runs several client processes with equal parts of users and conversations; all start when the last one is ready.
+
+    Their times are comparable because all use the machine's monotonic clock.
+    """
     if settings.request_rate is not None:
         settings = replace(settings, request_rate=settings.request_rate / num_processes)
     command = [sys.executable, "-m", "fledge.bench.load_client"]
     processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(num_processes)]
-    pipes = [(process.stdin, process.stdout) for process in processes if process.stdin and process.stdout]  # all of them
+    pipes = [(process.stdin, process.stdout) for process in processes if process.stdin and process.stdout]  # all have both
     try:
         for number, (stdin, _) in enumerate(pipes):
             users = len(range(number, concurrency, num_processes))
@@ -228,7 +232,7 @@ async def _first_model(client: httpx.AsyncClient) -> str:
 
 
 async def read_acceptance(client: httpx.AsyncClient) -> Acceptance | None:
-    """From /metrics; None where the server does not count drafts."""
+    """Reads the counts from /metrics; None if the server does not count drafts."""
     try:
         response = await client.get("/metrics")
     except httpx.HTTPError:

@@ -1,8 +1,8 @@
-"""The users of a load test: each has a connection, sends a request, reads its stream to the end, sends the next.
+"""The users of a load test. Each has a connection, sends a request, reads its stream to the end, and sends the next.
 
-Lean, so that the client is not what is measured: a read of the socket is stored with its time, and looked into when all
-requests are complete, or when its own is once much is stored. With several processes (`python -m fledge.bench.load_client`,
-started by `fledge.bench.load`) each has a share of the users and of the requests.
+The client must not limit what is measured. So each read of the socket is stored with its time, and parsed only after all
+requests are complete; once `KEPT_BYTES` are stored, a stream is parsed when it ends. With several processes (`python -m
+fledge.bench.load_client`, started by `fledge.bench.load`) each has a part of the users and of the requests.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ import msgspec
 from fledge.errors import UserError, printable
 
 Conversation = Sequence[dict[str, str]]
-Arrival = tuple[float, bytes]  # a read of the socket: when, and its part of the body
-# Streams that are kept until the end of a run. Reading one takes a fifth of a millisecond, in which its user asks nothing.
+Arrival = tuple[float, bytes]  # a read of the socket: its time, and its part of the body
+# Streams that are stored until the end of a run. Parsing one takes 0.2 ms, during which its user sends nothing.
 KEPT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class LoadSettings:
     url: str
-    model: str | None = None  # None: the first that the server lists
+    model: str | None = None  # None: the first model that the server lists
     api_key: str | None = None
     max_tokens: int = 256
     temperature: float = 0.0
     ignore_eos: bool = False
-    request_rate: float | None = None  # requests a second, Poisson; None: as fast as the concurrency allows
-    speculate: bool | None = None  # Fledge's extension; None: not sent
+    request_rate: float | None = None  # requests per second, Poisson; None: as fast as the concurrency allows
+    speculate: bool | None = None  # Fledge's extension of the API; None: not sent
     seed: int = 0
     timeout: float = 600.0
-    processes: int = 1  # of the client
+    processes: int = 1  # number of client processes
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", server_url(self.url))
@@ -53,11 +53,11 @@ class LoadSettings:
 
 
 def server_url(url: str) -> str:
-    """Without /v1 at its end; UserError if it is none."""
+    """The server's URL without a final /v1; UserError if it is not a URL."""
     try:
         place = urlsplit(url)
         is_url = place.scheme in ("http", "https") and bool(place.hostname) and (place.port is None or place.port > 0)
-    except ValueError:  # a port that is none
+    except ValueError:  # an invalid port
         is_url = False
     if not is_url or not url.isprintable():
         raise UserError(f"{printable(url, 100)!r} is not a URL; give the server's address, such as http://localhost:8000")
@@ -65,48 +65,48 @@ def server_url(url: str) -> str:
 
 
 def authorization(key: str | None) -> dict[str, str]:
-    """The header that carries an API key."""
+    """The header with the API key; empty without a key."""
     if key and not (key.isascii() and key.isprintable()):
-        raise UserError("the API key holds a character that no HTTP header takes")
+        raise UserError("the API key contains a character that HTTP headers do not allow")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 @dataclass
 class Sample:
-    """One request as its caller saw it."""
+    """The measurements of one request, as the client saw it."""
 
     seconds: float = 0.0
     first_token_seconds: float | None = None
     gaps: list[float] = field(default_factory=list)  # between arrivals of text
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    first_arrival_share: float = 0.0  # of the text, in the first read; 0: not known, counted as one token
+    first_arrival_share: float = 0.0  # fraction of the text in the first read; 0: not known, counted as one token
     error: str | None = None
 
     @property
     def decode_seconds(self) -> float:
-        """From the first arrival of text to the last; 0 when all of it came together."""
+        """The time from the first arrival of text to the last; 0 if all text arrived together."""
         return 0.0 if self.first_token_seconds is None else self.seconds - self.first_token_seconds
 
     @property
     def decode_tokens(self) -> float:
-        """Tokens that arrived in that time: all but those of the first read, at least one, by their share of the text."""
+        """Tokens that arrived in that time: all except those of the first read, estimated from its fraction of the text."""
         return self.completion_tokens - max(1.0, self.first_arrival_share * self.completion_tokens)
 
     @property
     def token_seconds(self) -> float | None:
-        """Time per output token after the first; None when the stream shows no time between two tokens."""
+        """Time per output token after the first; None if the stream shows no time between two tokens."""
         if self.decode_seconds <= 0 or self.decode_tokens <= 0:
             return None
         return self.decode_seconds / self.decode_tokens
 
 
 class ProtocolError(Exception):
-    """What came is no HTTP/1.1 response."""
+    """The received bytes are not an HTTP/1.1 response."""
 
 
 class ResponseReader:
-    """Takes a response's head off and its chunks apart, as its bytes come."""
+    """Parses an HTTP response incrementally: status, headers and the chunks of the body."""
 
     def __init__(self) -> None:
         self.status = 0
@@ -117,7 +117,7 @@ class ResponseReader:
         self._parser = httptools.HttpResponseParser(self)
 
     def feed(self, data: bytes) -> bytes:
-        """The part of the body that `data` completes."""
+        """Parses `data` and returns its part of the body."""
         self._parts = []
         try:
             self._parser.feed_data(data)
@@ -126,7 +126,7 @@ class ResponseReader:
         return b"".join(self._parts)
 
     def end(self) -> None:
-        """The server has closed the connection."""
+        """Called when the server has closed the connection; raises if the response is incomplete."""
         if not self.is_complete and (not self.status or self._has_length):
             raise ProtocolError("the server closed the connection before the end of its answer")
         self.is_complete = True
@@ -148,7 +148,7 @@ class ResponseReader:
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time."""
+    """A connection that carries one request at a time."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -199,14 +199,14 @@ class Connection(asyncio.Protocol):
 
 
 class Stream(NamedTuple):
-    """An answer that was not looked into yet."""
+    """A complete answer that is not parsed yet."""
 
     begin: float
     arrivals: list[Arrival]
 
 
 class User:
-    """Sends one request after the other, over one connection as long as it lasts."""
+    """Sends one request after the other, over one connection while the server keeps it open."""
 
     def __init__(self, settings: LoadSettings) -> None:
         self.settings = settings
@@ -262,7 +262,7 @@ class User:
 
 
 def read_stream(begin: float, arrivals: Sequence[Arrival]) -> Sample:
-    """What a stream's reads say, once it is complete. One without usage or without its end cannot be counted."""
+    """Parses a complete stream. A stream without usage or without [DONE] is an error."""
     sample, last, rest = Sample(), begin, b""
     characters = first_characters = 0
     is_done = has_usage = False
@@ -286,7 +286,7 @@ def read_stream(begin: float, arrivals: Sequence[Arrival]) -> Sample:
                     has_usage = True
                 characters += num_characters(chunk)
             except (msgspec.DecodeError, TypeError, AttributeError, ValueError, RecursionError) as error:
-                sample.error = f"an event that has not the API's shape: {str(error)[:100]} in {value[:80]!r}"
+                sample.error = f"an event does not follow the API: {str(error)[:100]} in {value[:80]!r}"
                 return sample
         if characters == before:
             continue
@@ -295,17 +295,17 @@ def read_stream(begin: float, arrivals: Sequence[Arrival]) -> Sample:
         else:
             sample.gaps.append(now - last)
         last = now
-    sample.seconds = last - begin  # to the last arrival of text: closing the stream is not decoding
+    sample.seconds = last - begin  # until the last arrival of text: closing the stream is not decoding time
     sample.first_arrival_share = first_characters / characters if characters else 0.0
     if not is_done and rest.replace(b" ", b"").strip() != b"data:[DONE]":
         sample.error = "the stream ended without [DONE]"
     elif not has_usage:
-        sample.error = "the stream has no usage, by which tokens are counted, though stream_options asked for it"
+        sample.error = "the stream has no usage, although stream_options asked for it; tokens cannot be counted"
     return sample
 
 
 def num_characters(chunk: dict[str, Any]) -> int:
-    """How much text an event carries, thoughts and tool calls included."""
+    """The number of characters in an event, including reasoning and tool calls."""
     total = 0
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
@@ -329,14 +329,14 @@ async def run_users(
     on_done: Callable[[int], None] = lambda _: None,
     wait: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Sends every conversation once. `wait` returns when all may begin; by then connections are open."""
+    """Sends every conversation once. `wait` is called when connections are open and returns when requests may start."""
     chance = random.Random(settings.seed)
     waiting = iter(conversations)
     samples: list[Sample] = []
     kept: list[Stream] = []
     num_done, room = 0, KEPT_BYTES
     users = [User(settings) for _ in range(num_users)]
-    with contextlib.suppress(OSError):  # each request says so itself
+    with contextlib.suppress(OSError):  # each request reports a failed connection itself
         await asyncio.gather(*(user.connect() for user in users))
     wait()
     begin = next_start = time.perf_counter()
@@ -367,22 +367,23 @@ async def run_users(
 
 
 def main() -> None:
-    """A process of several: its part on standard input, a line when it is ready, another to begin, its samples as output."""
+    """One of several client processes. It reads its part from standard input, prints "ready", waits for a line, and then runs;
+    its outcome is pickled to standard output."""
     settings, conversations, num_users = pickle.load(sys.stdin.buffer)
 
     def wait() -> None:
         print("ready", flush=True)
         if not sys.stdin.buffer.readline():
-            sys.exit(1)  # another process failed, and there will be no run
+            sys.exit(1)  # another process failed, so the run is cancelled
 
     outcome = run(run_users(settings, conversations, num_users, wait=wait))
-    # With PYTHONUNBUFFERED `sys.stdout.buffer` is not buffered, and writes no more than a pipe holds: 64 KiB.
+    # With PYTHONUNBUFFERED, `sys.stdout.buffer` is unbuffered and writes at most what a pipe takes at once: 64 KiB.
     with open(sys.stdout.fileno(), "wb", closefd=False) as out:
         pickle.dump(outcome, out)
 
 
 def run(work: Any) -> Any:
-    """With the faster event loop, where it is installed."""
+    """Runs a coroutine with uvloop if it is installed, which is faster."""
     try:
         import uvloop
     except ImportError:
@@ -391,6 +392,6 @@ def run(work: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from fledge.bench import load_client  # what it sends must bear this module's name, not `__main__`
+    from fledge.bench import load_client  # pickled classes must have this module's name, not `__main__`
 
     load_client.main()

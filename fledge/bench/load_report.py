@@ -1,4 +1,4 @@
-"""Prompts for the load client, its runs over several levels, and what they look like as a table and a picture."""
+"""Reads prompts for the load client, runs it at several levels of concurrency, and shows the results as a table and a plot."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Conversation = list[dict[str, str]]
-Runs = list[tuple[str, list[LoadReport]]]  # by name: one report a level
+Runs = list[tuple[str, list[LoadReport]]]  # name of the run, and one report per level
 ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def read_conversations(data: str) -> list[Conversation]:
     """First turns of a data set (`builtin`, a folder, a hub id), or the prompts of a file: JSONL in any of the usual
-    shapes, or a plain text with one a line. Each becomes messages that end with the user's turn."""
+    forms, or plain text with one prompt per line. Each becomes messages that end with the user's turn."""
     path = Path(data).expanduser()
     if not path.is_file():
         return [[{"role": "user", "content": item.turns[0]}] for item in load_items(data)]
@@ -76,7 +76,7 @@ def _conversation(record: Any) -> Conversation | None:
         for turn in turns
     ]
     while messages and messages[-1]["role"] != "user":
-        messages.pop()  # recorded answers are left for the server to write
+        messages.pop()  # recorded answers are dropped: the server writes its own
     return messages or None
 
 
@@ -87,7 +87,7 @@ def run_levels(
     plain: bool = False,
     on_progress: progress.Report = progress.silent,
 ) -> Runs:
-    """All levels; with `plain` each again without speculation, right after, so that both see the same machine."""
+    """Runs all levels. `plain`: repeats each without speculation right afterwards, so that both see the same machine state."""
     variants = [("speculative", replace(settings, speculate=True)), ("plain", replace(settings, speculate=False))]
     runs: Runs = [(name, []) for name, _ in variants] if plain else [("server", [])]
     total = len(levels) * len(runs) * len(conversations)
@@ -114,12 +114,12 @@ HEADINGS = (
     "ITL",
     "acceptance length",
 )
-# Left out one after the other where a terminal is too narrow for all; `--out` and `--json` have them.
+# Columns dropped in this order if the terminal is too narrow; `--out` and `--json` have all of them.
 DROPPED = ("ITL", "TPOT", "requests", "run", "errors")
 
 
 def load_rows(runs: Runs) -> list[list[str]]:
-    """A row a level and run, under `HEADINGS`."""
+    """One row per level and run, with the columns of `HEADINGS`."""
     rows = []
     for reports in zip(*(reports for _, reports in runs), strict=True):
         for (name, _), report in zip(runs, reports, strict=True):
@@ -140,7 +140,7 @@ def load_rows(runs: Runs) -> list[list[str]]:
 
 
 def load_table(url: str, runs: Runs, width: int = 120) -> Table:
-    """No word is cut: a terminal of fewer columns than `width` needs gets fewer figures."""
+    """The results as a table that fits into `width`: columns are dropped, text is never cut."""
     from rich import box
     from rich.table import Table
 
@@ -173,7 +173,7 @@ def _median_and_tail(figures: dict[str, float]) -> str:
 
 
 def plot(runs: Runs, path: Path) -> None:
-    """Total throughput against what one user sees, a point a level: up and to the right is better."""
+    """Plots total throughput against speed per user, one point per level: up and to the right is better."""
     from fledge.bench.report import pyplot
 
     plt = pyplot()

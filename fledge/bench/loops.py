@@ -1,4 +1,4 @@
-"""Answers that loop: small models fall into repetition, and a drafter trained on it looks better than it is."""
+"""Detects answers that loop. Small models fall into repetition, and drafters look better than they are on such text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 NGRAM = 4
-# A passage is a loop when it is followed by verbatim copies of itself: at least two of them, and at least this many tokens.
-# A Markdown table rule (`| --- | --- |`) or a row of zeros in code repeats some 20 tokens and is no loop.
+# A passage is a loop if verbatim copies follow it: at least two, with at least this many tokens.
+# A Markdown table rule (`| --- | --- |`) or a row of zeros in code repeats about 20 tokens and is not a loop.
 MIN_REPEATED_TOKENS = 32
 MIN_REPEATS = 2
-# Loops with small changes (counters, names) are seen by how few 4-grams are new. Prose has > 0.9, code and lists > 0.65.
+# Loops with small changes (counters, names) have few distinct 4-grams. The ratio of prose is > 0.9, of code and lists > 0.65.
 MIN_DISTINCT_RATIO = 0.5
 MIN_TOKENS_FOR_RATIO = 64
 
@@ -19,22 +19,23 @@ _MIXER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def is_looping(token_ids: Sequence[int] | np.ndarray) -> bool:
-    """Does the answer repeat itself, verbatim or nearly? One sort of its 4-grams: fast on any length."""
+    """Whether the answer repeats itself, verbatim or nearly. Costs one sort of its 4-grams."""
     return loop_start(token_ids) is not None
 
 
 def loop_start(token_ids: Sequence[int] | np.ndarray) -> int | None:
-    """Where an answer begins to repeat itself: what stands before is its own text. 0: it repeats itself all over."""
+    """Returns the index of the first token that belongs to a repetition loop; 0 if the whole answer loops; None if it does
+    not loop."""
     tokens = np.asarray(token_ids, np.uint64)
     if len(tokens) < MIN_REPEATED_TOKENS + NGRAM:
         return None
     keys = _ngram_keys(tokens)
-    # Nearly every answer ends here: a loop of either kind takes that many 4-grams that were seen before.
+    # Most answers return here: a loop of either kind has at least this many repeated 4-grams.
     ordered = np.sort(keys)
     if np.count_nonzero(ordered[1:] == ordered[:-1]) < MIN_REPEATED_TOKENS - NGRAM + 1:
         return None
     distance = _distance_to_previous(keys)
-    # Inside a loop of period p every 4-gram was last seen p tokens before: look for long runs of one distance.
+    # In a loop of period p, the last occurrence of every 4-gram is p tokens back: find long runs of one distance.
     starts = np.flatnonzero(np.concatenate(([True], distance[1:] != distance[:-1])))
     runs = np.diff(np.concatenate((starts, [len(distance)])))
     periods = distance[starts]
@@ -53,7 +54,7 @@ def _ngram_keys(tokens: np.ndarray) -> np.ndarray:
 
 
 def _distance_to_previous(keys: np.ndarray) -> np.ndarray:
-    """How far back each key was last seen; 0 where it is new."""
+    """The distance of each key to its previous occurrence; 0 if there is none."""
     order = np.argsort(keys, kind="stable")
     same = keys[order[1:]] == keys[order[:-1]]
     distance = np.zeros(len(keys), np.int64)

@@ -1,4 +1,4 @@
-"""The benchmark's matrix: every drafter, depth and shape at every concurrency, each beside plain decoding in the same run."""
+"""Runs the benchmark: every drafter, depth and draft shape at every concurrency, with plain decoding in the same run."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One way of speculating."""
+    """One speculative configuration to measure."""
 
     drafter: str
     depth: int | str
     tree: TreeShape | None = None
-    adaptive: bool = False  # the depth is the most, as in serving; else it is always that
+    adaptive: bool = False  # `depth` is the maximum, as in serving; False: a fixed depth
 
     @property
     def label(self) -> str:
-        """What it is called alone; beside others it may need more of its drafter's path: see `labelled`."""
+        """The label of a single case. Among several cases it may need more of its drafter's path: see `labelled`."""
         return next(iter(labelled([self])))
 
     def label_as(self, name: str) -> str:
@@ -52,13 +52,13 @@ class Case:
 
 
 def labelled(cases: Sequence[Case]) -> dict[str, Case]:
-    """The cases by labels that tell them apart; one that is there twice stays once."""
+    """The cases by unique labels; duplicates are dropped."""
     names = drafter_names([case.drafter for case in cases])
     return {case.label_as(names[case.drafter]): case for case in cases}
 
 
 def drafter_names(drafters: Sequence[str]) -> dict[str, str]:
-    """For each drafter its folder's name, or as much more of its path as sets it apart: training calls all of them `best`."""
+    """A unique name for each drafter: the last part of its path, or more parts if needed, because training names all `best`."""
     paths = {drafter: _path_parts(drafter) for drafter in drafters}
     return {drafter: _shortest_name(parts, set(paths.values()) - {parts}) for drafter, parts in paths.items()}
 
@@ -76,14 +76,14 @@ def _shortest_name(parts: tuple[str, ...], others: set[tuple[str, ...]]) -> str:
 
 
 class Bench:
-    """A target that is loaded once, and the engines around it."""
+    """A target that is loaded once, from which the engines of all cases are built."""
 
     def __init__(self, model: str, config: EngineConfig, items: Sequence[Item], max_tokens: int, *, raw: bool = False) -> None:
         self.model, self.raw = model, raw
         found = sources.find(model)
-        blocks = runs_blocks(found, config)  # then nothing is converted
+        blocks = runs_blocks(found, config)  # if so, the GGUF file is not converted to a folder
         self.tokenizer = GgufTokenizer(open_gguf(found)) if blocks else Tokenizer(sources.resolve(model))
-        # Every engine gets a cache of its own, so that it should be no larger than the data needs.
+        # Every engine has its own KV cache, so the context is no longer than the data needs.
         longest = max(self._longest(item, max_tokens) for item in items)
         config = replace(config, max_model_len=config.max_model_len or min(longest, target_config(model).max_positions))
         self.plain = build_engine(model, Speculation("none"), config, tokenizer=self.tokenizer)
@@ -96,7 +96,7 @@ class Bench:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
 
     def _longest(self, item: Item, max_tokens: int) -> int:
-        """Room for all turns of a conversation; answers are read again in the next turn and may split into more tokens."""
+        """The context length for all turns of a conversation. An answer may take more tokens when it is encoded again."""
         said = [len(self.encode([{"role": "user", "content": text}])) for text in item.turns]
         return sum(said) + len(item.turns) * (max_tokens + max_tokens // 4 + 16)
 
@@ -119,7 +119,7 @@ def run_bench(
     repeats: int = 1,
     on_progress: progress.Report = progress.silent,
 ) -> dict[str, Any]:
-    """With `repeats` the fastest run of each counts: other work on the machine only ever slows one down."""
+    """Runs all cases. Of `repeats` runs the fastest counts, because other work on the machine can only slow a run down."""
     bandwidth = copy_bandwidth(bench.config.device)
     ways = labelled(cases)
     engines = {"": bench.plain} | {label: bench.engine(case) for label, case in ways.items()}
@@ -186,7 +186,7 @@ def baselines(
     assistant: str = "",
     on_progress: progress.Report = progress.silent,
 ) -> list[dict[str, Any]]:
-    """Other engines on the first turns, greedily, each answer compared with this engine's plain one."""
+    """Runs other engines on the first turns, greedily, and compares each answer with this engine's plain answer."""
     check_baselines(names, greedy=params.greedy, assistant=assistant)
     first = [replace(item, turns=item.turns[:1]) for item in items]
     prompts = [bench.encode([{"role": "user", "content": item.turns[0]}]) for item in first]
@@ -220,14 +220,14 @@ def baselines(
 def _llamacpp(bench: Bench, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
     file = sources.find(bench.model)
     if bench.config.device != "cpu" or not file.is_file():
-        return {"baseline": "llama_cpp", "skipped": "it is run on a CPU, with a GGUF file"}
+        return {"baseline": "llama_cpp", "skipped": "it runs only on a CPU, with a GGUF file"}
     context = max(map(len, prompts)) + max_tokens
     found = run_llamacpp(file, prompts, max_tokens, threads=torch.get_num_threads(), context=context)
     return found or {"baseline": "llama_cpp", "skipped": "llama-cpp-python is not installed"}
 
 
 def _eagle_drafters(model: str, cases: Sequence[Case]) -> dict[str, Path]:
-    """The cases' EAGLE drafters by name, each once even where `auto` is one that is named too."""
+    """The cases' EAGLE drafters by name; each once, even if `auto` resolves to one that is also named."""
     folders: dict[Path, str] = {}
     for drafter, name in drafter_names([case.drafter for case in cases]).items():
         found = Speculation(drafter).resolve_drafter(model)
@@ -238,14 +238,14 @@ def _eagle_drafters(model: str, cases: Sequence[Case]) -> dict[str, Path]:
 
 DEFINITIONS = {
     "tokens_per_second_per_user": "tokens after the first of each answer / seconds after its first token, over all answers; "
-    "where several come at first (transformers' assisted generation), those after them",
+    "if several tokens come first (transformers' assisted generation), the tokens after those",
     "tokens_per_second": "all tokens / wall-clock seconds of the run, prompts included",
     "speed_up": "tokens_per_second_per_user against plain decoding at the same concurrency, in the same run",
     "acceptance_length_micro": "1 + accepted / steps over all answers (vLLM's)",
     "acceptance_length_macro": "the same for each answer, then averaged (SPEED-Bench's)",
     "tokens_per_pass": "tokens after the first / target passes after the prompt's; equals micro where every pass drafts",
     "overhead": "o = tokens_per_pass / speed_up - 1: what drafting and wider verification cost",
-    "bandwidth_use": "bytes of weights and keys that each step must read / time, against a measured copy",
+    "bandwidth_use": "bytes of weights and KV cache that each step must read / time, relative to a measured copy",
 }
 
 
@@ -278,6 +278,6 @@ def _compared(
         "acceptance": accepted,
         "tokens_per_pass": run.tokens_per_pass,
         "overhead": run.tokens_per_pass / speed_up - 1 if speed_up else None,
-        # Sampled answers differ by chance: there is nothing to compare token by token.
+        # Sampled answers differ by chance, so they are not compared.
         "identical": identical(plain, run) if params.greedy else None,
     }

@@ -1,4 +1,4 @@
-"""The known ways in which a good drafter becomes a bad one, each as the change to its files that would undo it."""
+"""The known mistakes that make a good drafter draft badly, each as the change to its files that undoes it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ COMMON_ROPE_THETAS = (10_000.0, 500_000.0, 1_000_000.0)
 
 @dataclass(frozen=True)
 class Change:
+    """A change to a drafter's files that undoes one mistake."""
+
     fault: str  # the mistake that it undoes
-    remedy: str  # for people
-    files: DrafterFiles
-    short: str  # what is tried, for a progress bar
+    remedy: str  # what the user should do
+    files: DrafterFiles  # the changed files
+    short: str  # a short name for the progress bar
 
 
 def changes(files: DrafterFiles, config: DrafterConfig, target: ModelConfig) -> Iterator[Change]:
-    """Likelier mistakes come first."""
+    """Yields all changes to try, for the more likely mistakes first."""
     yield from _layer_changes(files, config, target)
     yield from _flag_changes(files)
     yield from _map_changes(files, config)
@@ -36,7 +38,7 @@ def changes(files: DrafterFiles, config: DrafterConfig, target: ModelConfig) -> 
 
 
 def layer_searches(files: DrafterFiles, config: DrafterConfig, target: ModelConfig) -> Iterator[Change]:
-    """Every other layer in place of each tap, one at a time."""
+    """Yields changes that replace one tap by another layer: every tap with every layer."""
     ids = list(config.aux_layer_ids)
     for place in range(len(ids)):
         for layer in range(target.num_layers + 1):
@@ -60,7 +62,7 @@ def _layer_changes(files: DrafterFiles, config: DrafterConfig, target: ModelConf
 
 
 def _flag_changes(files: DrafterFiles) -> Iterator[Change]:
-    """The weights tell fc_norm and norm_before_fc; the other two flags leave no trace in the file."""
+    """Changes of flags. The weights determine fc_norm and norm_before_fc; the other two flags cannot be seen in the file."""
     has_fc_norm = "fc_norm.0.weight" in files.tensors
     has_input_norm = "input_norm.weight" in files.tensors
     by_weights = {"fc_norm": has_fc_norm, "norm_before_fc": has_input_norm}
@@ -97,7 +99,7 @@ def _map_changes(files: DrafterFiles, config: DrafterConfig) -> Iterator[Change]
 
 
 def _rope_changes(files: DrafterFiles, config: DrafterConfig, target: ModelConfig) -> Iterator[Change]:
-    """Trainers copy the target's rotary settings; a config.json written by hand loses them."""
+    """Changes of the rope settings: trainers copy the target's, but a config.json written by hand may lack them."""
     theirs = target.rope.to_hf()
     if config.rope.to_hf() != theirs:
         said = " and ".join(f"{key} to {json.dumps(value)}" for key, value in theirs.items())

@@ -1,4 +1,4 @@
-"""Prompts written for this project: enough kinds to show where drafting is easy and where it is not."""
+"""The demo's prompts, written for this project: categories in which drafting is easy, and others in which it is hard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a figure comes from: commit, device, versions, command line and a hash of the prompts."""
+"""Records how a figure was measured: commit, device, versions, command line and a hash of the prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fledge.files import write_json
 
-__all__ = ["command_line", "provenance", "write_json"]  # what every benchmark writes
+__all__ = ["command_line", "provenance", "write_json"]  # used by every benchmark
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,7 +23,7 @@ USER_INFO = re.compile(r"(\w+://)[^/@\s]*@")  # the name and password of a URL
 
 
 def without_secrets(words: Sequence[str]) -> str:
-    """A command line that can be shown: no values of `--api-key` and its like, no passwords in URLs."""
+    """The command line without secrets: values of `--api-key` and similar flags and passwords in URLs become ***."""
     shown, hides = [], False
     for word in words:
         if word.startswith("--"):
@@ -59,8 +59,8 @@ def provenance(prompts: Iterable[object] = ()) -> dict[str, object]:
 
 
 def _commit() -> str | None:
-    """With `+` when the tree has changes that are not committed. None for an installed package: what is around it is another
-    project's repository."""
+    """The commit, with `+` if there are uncommitted changes. None for an installed package: a repository around it would be
+    another project's."""
     if not (ROOT / ".git").exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""A benchmark's results: a table for the terminal, JSON with provenance, and plots."""
+"""Shows and writes a benchmark's results: a terminal table, JSON with provenance, and plots."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ HEADINGS = (
     "memory\nbandwidth",
     "same\noutput",
 )
-LEGEND = (
-    "per user: after the first token; overhead: tokens per pass / speed-up - 1; memory bandwidth: share of what a copy reaches"
-)
+LEGEND = "per user: after the first token; overhead: tokens per pass / speed-up - 1; memory bandwidth: fraction of a copy's"
 
 
 def table(figures: dict[str, Any]) -> Table:
@@ -81,13 +79,13 @@ def _how_it_ended(baseline: dict[str, Any]) -> str:
 
 
 def skipped_lines(figures: dict[str, Any]) -> list[str]:
-    """Why other engines did not run, or not to their end."""
+    """One line for each other engine that did not run or did not finish, with the reason."""
     skipped = [one for one in figures.get("baselines", ()) if "skipped" in one]
     return [f"{one['baseline']}, {_how_it_ended(one)}: {one['skipped']}" for one in skipped]
 
 
 def acceptance_lines(figures: dict[str, Any]) -> list[str]:
-    """Acceptance by its other definitions, a line for each way of speculating."""
+    """Acceptance by its other definitions, one line per speculative case."""
     lines = []
     for one in figures["results"][0]["speculative"]:
         accepted = one["acceptance"]
@@ -102,7 +100,7 @@ def acceptance_lines(figures: dict[str, Any]) -> list[str]:
 
 
 def write(figures: dict[str, Any], folder: Path) -> list[Path]:
-    """bench.json and plots; returns the files."""
+    """Writes bench.json and plots; returns the files."""
     write_json(folder / "bench.json", figures)
     files = [folder / "bench.json"]
     if any(result["speculative"] for result in figures["results"]):

@@ -1,4 +1,4 @@
-"""Timed runs: a set of conversations through an engine, at most so many at once, plainly or speculatively."""
+"""Timed runs of a data set through an engine at a given concurrency, with or without speculation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fledge.sampling import SamplingParams
 from fledge.speculation.methods.eagle import EagleSpeculator
 from fledge.speculation.stats import AcceptanceStats, macro_acceptance_length
 
-Encode = Callable[[list[dict[str, str]]], list[int]]  # a conversation as the model's prompt
+Encode = Callable[[list[dict[str, str]]], list[int]]  # a conversation -> prompt token ids
 IsLooping = Callable[[Sequence[int]], bool]
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer."""
+    """One answer of a run, with its times and acceptance."""
 
     item: str
     category: str
@@ -40,7 +40,7 @@ class Turn:
 
     @property
     def tokens_per_second(self) -> float:
-        """As its user sees it: tokens after the first over the time after the first."""
+        """The user's decoding speed: tokens after the first, divided by the time after the first."""
         decode = self.seconds - self.first_token_seconds
         return (len(self.tokens) - 1) / decode if len(self.tokens) > 1 and decode > 0 else 0.0
 
@@ -52,7 +52,7 @@ class Run:
     turns: list[Turn]
     seconds: float
     engine_steps: int
-    bytes_read: float  # weights and keys that the steps had to read, at least once each
+    bytes_read: float  # weights and KV cache that the steps had to read, each counted once per step
 
     @property
     def tokens(self) -> int:
@@ -64,13 +64,13 @@ class Run:
 
     @property
     def tokens_per_second_per_user(self) -> float:
-        """Over all answers together: decoded tokens over the seconds their users waited for them."""
+        """Decoded tokens of all answers, divided by the seconds that users waited for them."""
         waited = sum(turn.seconds - turn.first_token_seconds for turn in self.turns)
         return sum(len(turn.tokens) - 1 for turn in self.turns) / waited if waited else 0.0
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens a target pass after the prompt's: passes without a draft (an n-gram drafter may have none) give one each."""
+        """Tokens per target pass after prefill. A pass without a draft, as an n-gram drafter may have, gives one token."""
         decoded = sum(len(turn.tokens) - 1 for turn in self.turns)
         undrafted = decoded - sum(turn.stats.emitted for turn in self.turns)
         passes = undrafted + sum(turn.stats.steps for turn in self.turns)
@@ -87,7 +87,7 @@ class Run:
 
 @dataclass
 class _Conversation:
-    place: int  # in the data
+    place: int  # index in the data
     item: Item
     messages: list[dict[str, str]] = field(default_factory=list)
 
@@ -106,9 +106,9 @@ def run_items(
     speculate: bool,
     on_turn: Callable[[int], None] = lambda _: None,
 ) -> Run:
-    """A closed loop: as one conversation ends the next begins; its later turns follow its own earlier answers.
+    """Runs all conversations in a closed loop: when one ends, the next begins. Later turns follow the model's own answers.
 
-    `on_turn` gets the number of answers so far."""
+    `on_turn` is called with the number of answers so far."""
     waiting = [_Conversation(place, item) for place, item in enumerate(items)]
     running: dict[str, tuple[_Conversation, Request]] = {}
     turns: dict[tuple[int, int], Turn] = {}
@@ -122,8 +122,8 @@ def run_items(
         if len(prompt) + params.max_tokens > engine.config.max_model_len:
             where = f"{conversation.item.id}, turn {conversation.next_turn + 1}"
             raise UserError(
-                f"{where}: {len(prompt)} prompt tokens and {params.max_tokens} to come are more than the "
-                f"{engine.config.max_model_len} of the context; lower --max-tokens or leave it out"
+                f"{where}: {len(prompt)} prompt tokens and {params.max_tokens} of the answer exceed the context of "
+                f"{engine.config.max_model_len}; lower --max-tokens or leave it out"
             )
         request = engine.add_request(prompt, params, speculate=speculate)
         running[request.id] = (conversation, request)
@@ -167,7 +167,7 @@ def _turn(item: Item, number: int, request: Request) -> Turn:
 
 
 def step_bytes(engine: Engine, speculate: bool) -> int:
-    """Weights that one step reads: the target once, and the drafter for each token of its draft."""
+    """Bytes of weights that one step reads: the target's once, and the drafter's once per drafted token."""
     read = network_bytes(engine.decoder)
     if speculate and isinstance(engine.drafter, EagleSpeculator):
         network = engine.drafter.network
@@ -177,7 +177,7 @@ def step_bytes(engine: Engine, speculate: bool) -> int:
 
 
 def network_bytes(network: torch.nn.Module) -> int:
-    """Of all linears; an embedding is only looked up in, unless the head shares its weight."""
+    """Bytes of all linears. An embedding is not counted, because a step reads only single rows of it."""
     return sum(_module_bytes(module) for module in network.modules())
 
 
@@ -193,7 +193,7 @@ def _kv_bytes(engine: Engine) -> int:
 
 
 def copy_bandwidth(device: str, num_bytes: int = 0, repeats: int = 5) -> float:
-    """Bytes a second that a large copy reads and writes: what the memory gives in practice."""
+    """Memory bandwidth in practice: bytes per second that a large copy reads and writes."""
     cuda = torch.device(device).type == "cuda"
     source = torch.ones((num_bytes or (1 << 30 if cuda else 1 << 28)) // 4, device=device)
     target = torch.empty_like(source)
@@ -214,7 +214,7 @@ def copy_bandwidth(device: str, num_bytes: int = 0, repeats: int = 5) -> float:
 
 
 def acceptance(turns: Sequence[Turn], is_looping: IsLooping) -> dict[str, Any]:
-    """By every definition, over all answers and over those that do not loop."""
+    """Acceptance by every definition, over all answers and over those that do not loop."""
     loops = [is_looping(turn.tokens) for turn in turns]
     straight = [turn for turn, looping in zip(turns, loops, strict=True) if not looping]
     return {
@@ -241,7 +241,7 @@ def _acceptance(turns: Sequence[Turn]) -> dict[str, Any]:
 
 
 def identical(plain: Run, other: Run) -> dict[str, Any]:
-    """How many answers are the same token by token, and where the first difference lies."""
+    """How many answers are the same token by token, and where the first difference is."""
     pairs = list(zip(plain.turns, other.turns, strict=True))
     different = [(a, b) for a, b in pairs if a.tokens != b.tokens]
     first = None

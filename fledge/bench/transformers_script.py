@@ -1,5 +1,5 @@
-"""transformers on given prompts: plain, prompt look-up and, with an assistant model, assisted generation. Batch 1, as its
-assisted generation is. Run by `baselines.py` as a script: imports nothing of this package."""
+"""Runs transformers on given prompts: plain, prompt look-up and, with an assistant model, assisted generation. Batch 1, because
+its assisted generation supports nothing else. Run by `baselines.py` as a script; imports nothing of this package."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def main(task_file: str, out_file: str) -> None:
 
 
 def write(out_file: str, found: dict) -> None:
-    """After every run: one that is cut short has said what it knew."""
+    """Writes the results. Called after every run, so that an aborted benchmark keeps its finished runs."""
     with open(out_file + ".new", "w") as file:
         json.dump(found, file)
     os.replace(out_file + ".new", out_file)
 
 
 def with_depth(assistant: Any, depth: int) -> Any:
-    """The same weights, but drafting always that many tokens: by default it stops where it is unsure."""
+    """The assistant with a fixed depth: by default it stops drafting when it is unsure."""
     fixed = copy.copy(assistant)
     fixed.generation_config = copy.deepcopy(assistant.generation_config)
     fixed.generation_config.num_assistant_tokens = depth
@@ -58,13 +58,13 @@ def with_depth(assistant: Any, depth: int) -> Any:
 
 
 class FirstTokens(BaseStreamer):
-    """When an answer's first tokens came, and how many: assisted generation gives several at once."""
+    """Records when an answer's first tokens came, and how many: assisted generation gives several at once."""
 
     def __init__(self) -> None:
         self.prompt_seen, self.count, self.time = False, 0, 0.0
 
     def put(self, value: torch.Tensor) -> None:
-        if not self.prompt_seen:  # it comes before the tokens
+        if not self.prompt_seen:  # the first call has the prompt
             self.prompt_seen = True
         elif not self.count:
             self.count, self.time = value.numel(), time.perf_counter()
@@ -74,7 +74,7 @@ class FirstTokens(BaseStreamer):
 
 
 def measure(model: Any, prompts: list[list[int]], max_tokens: int, options: dict) -> dict:
-    """Total speed has the prompts in it; a user's is that of the tokens after the first ones, as for every other engine."""
+    """Figures of one run. Total speed includes prefill; speed per user counts tokens after the first ones, as for others."""
     answers, later_tokens, waited, until_first = [], 0, 0.0, 0.0
     began = time.perf_counter()
     for prompt in prompts:

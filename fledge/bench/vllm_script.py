@@ -1,5 +1,5 @@
-"""vLLM on given prompts: plain, then with each EAGLE drafter at each depth. Run by `baselines.py` as a script, perhaps by
-another environment's Python: imports nothing of this package."""
+"""Runs vLLM on given prompts: plain, then with each EAGLE drafter at each depth. Run by `baselines.py` as a script, possibly
+by another environment's Python; imports nothing of this package."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def main(task_file: str, out_file: str) -> None:
 
 
 def write(out_file: str, found: dict) -> None:
-    """After every run: one that is cut short has said what it knew."""
+    """Writes the results. Called after every run, so that an aborted benchmark keeps its finished runs."""
     with open(out_file + ".new", "w") as file:
         json.dump(found, file)
     os.replace(out_file + ".new", out_file)
@@ -76,7 +76,7 @@ def repeated(prompts: list[dict], count: int) -> list[dict]:
 
 
 def run_all(engine: Any, prompts: list[dict], params: Any, concurrency: int) -> tuple[list[list[int]], float, float]:
-    """A closed loop: answers, seconds that users waited after their first tokens, and seconds altogether."""
+    """Serves all prompts in a closed loop. Returns the answers, users' summed seconds after first tokens, and total seconds."""
     answers: dict[str, list[int]] = {}
     first: dict[str, float] = {}
     waited, began = 0.0, time.perf_counter()

@@ -1,4 +1,4 @@
-"""A drafter's config.json (raw EAGLE 3 layout) <-> DrafterConfig; every problem is told, not only the first."""
+"""Converts between a drafter's config.json (raw EAGLE 3 layout) and DrafterConfig. All problems are reported together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARCHITECTURES = (
     "Eagle3Qwen3vlForCausalLM",
     "Eagle3MiniMaxM2ForCausalLM",
 )
-# May have norms on queries and keys: vLLM's has, that of some trainers is a Llama by another name. The weights tell.
+# May have norms on queries and keys: in vLLM it has; some trainers use the name for a plain Llama. The weights decide.
 QK_NORM_ARCHITECTURE = "Eagle3Qwen3ForCausalLM"
 MLA_ARCHITECTURES = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM", "DeepseekV3ForCausalLMEagle3")
 SUPPORTED = (*ARCHITECTURES, QK_NORM_ARCHITECTURE, *MLA_ARCHITECTURES)
@@ -29,7 +29,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def named_layers(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """Layer ids at top level, where vLLM looks, and inside `eagle_config`; empty: not named there."""
+    """The layer ids at top level, where vLLM reads them, and those inside `eagle_config`; empty: not named there."""
     top, nested = (part.get(LAYER_IDS) or () for part in (raw, mapping(raw, "eagle_config")))
     try:
         return [int(i) for i in top], [int(i) for i in nested]
@@ -38,7 +38,7 @@ def named_layers(raw: Mapping[str, Any]) -> tuple[list[int], list[int]]:
 
 
 def drafter_config_from_hf(raw: Mapping[str, Any], target: ModelConfig | None = None) -> DrafterConfig:
-    """From a raw config.json alone; whether it has an embedding and a head of its own, only the weights can tell."""
+    """The configuration from a raw config.json alone; only the weights tell whether it has its own embedding and head."""
     config, problems = parse_config(raw, target, None)
     if problems or config is None:
         raise ModelError("the drafter's config.json: " + "; ".join(problems))
@@ -48,6 +48,7 @@ def drafter_config_from_hf(raw: Mapping[str, Any], target: ModelConfig | None = 
 def parse_config(
     raw: Mapping[str, Any], target: ModelConfig | None, tensor_names: Collection[str] | None
 ) -> tuple[DrafterConfig | None, list[str]]:
+    """Returns the configuration (None if it cannot be read) and all problems. `tensor_names` None: weights are not known."""
     architecture = architecture_of(raw)
     if architecture not in SUPPORTED:
         return None, [f"architecture {architecture} is not supported; supported: {', '.join(SUPPORTED)}"]
@@ -126,14 +127,14 @@ class _ConfigReader:
         if biases := [key for key in ("attention_bias", "mlp_bias") if raw.get(key)]:
             self.problems.append(f"{' and '.join(biases)}: latent attention (MLA) drafters have no biases")
         if raw.get("rope_interleave") is False:
-            self.problems.append("rope_interleave false is not supported: servers rotate neighbours in MLA drafters")
+            self.problems.append("rope_interleave false is not supported: servers rotate adjacent pairs in MLA drafters")
         if problem := MLAConfig.rope_problem(RopeConfig.from_hf(raw)):
             self.problems.append(problem)
         sizes = {key: int(raw[key]) for key in MLA_SIZES}
         return MLAConfig(**sizes, q_lora_rank=int(raw["q_lora_rank"]) if raw.get("q_lora_rank") else None)
 
     def _flag(self, name: str) -> bool:
-        """At top level, where vLLM looks, or inside `eagle_config`, where some trainers leave it."""
+        """The flag's value at top level, where vLLM reads it, or inside `eagle_config`, where some trainers write it."""
         nested = (self.raw.get("eagle_config") or {}).get(name)
         top = self.raw.get(name)
         if top is not None and nested is not None and bool(top) != bool(nested):
@@ -207,7 +208,7 @@ class _ConfigReader:
 
 
 def config_to_hf(config: DrafterConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """Layer ids go to both places where readers look; `num_aux_hidden_states` too, without it vLLM assumes three."""
+    """config.json of the raw layout. Layer ids go to both places that are read; vLLM needs `num_aux_hidden_states` if not 3."""
     layer_ids = list(config.aux_layer_ids)
     return {
         "architectures": [_architecture(config)],
@@ -236,9 +237,9 @@ def _architecture(config: DrafterConfig) -> str:
 
 
 def model_type(config: DrafterConfig) -> str:
-    """Whose configuration class the layers' keys belong to; vLLM tells latent attention by it.
+    """The model_type whose configuration class has the layers' keys; vLLM recognises latent attention by it.
 
-    Not deepseek_v3: vLLM takes a drafter of that type for DeepSeek's own prediction layers, and fails.
+    Not deepseek_v3: vLLM mistakes a drafter of that type for DeepSeek's own MTP layers, and fails.
     """
     if config.mla is not None:
         return "deepseek_v2"
@@ -246,7 +247,7 @@ def model_type(config: DrafterConfig) -> str:
 
 
 def layer_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
-    """What describes the draft layers alone, under the keys of a Llama, Qwen3 or DeepSeek configuration."""
+    """The settings of the draft layers, under the keys of a Llama, Qwen3 or DeepSeek configuration."""
     layers: dict[str, Any] = {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -262,11 +263,11 @@ def layer_config_to_hf(config: DrafterConfig) -> dict[str, Any]:
         **config.rope.to_hf(),
     }
     if config.window is not None:
-        # vLLM heeds the window only of layers that layer_types calls sliding
+        # vLLM applies the window only to layers that layer_types calls sliding
         layers |= {"sliding_window": config.window, "layer_types": ["sliding_attention"] * config.num_layers}
         layers |= {"use_sliding_window": True} if config.qk_norm else {}  # without it Qwen3's configuration drops the window
     if config.mla is not None:
-        # some versions of transformers take a head_dim for the rotated part's size
+        # some versions of transformers read head_dim as the size of the rotated part
         del layers["head_dim"]
         layers |= {**asdict(config.mla), "rope_interleave": True}
     return layers

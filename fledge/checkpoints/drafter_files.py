@@ -1,4 +1,4 @@
-"""A drafter's folder: config.json beside its tensors. Found, read and written here; understood elsewhere."""
+"""Finds, reads and writes drafter folders (config.json and tensors), without interpreting their contents."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ WEIGHTS, PICKLE = "model.safetensors", "pytorch_model.bin"
 
 @dataclass
 class DrafterFiles:
-    """What a folder holds, names and keys still as its maker wrote them; weights stored in 8 bits are plain again."""
+    """The contents of a drafter folder, with names and keys as written. Weights stored in 8 bits are dequantised."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
-    origin: str = "raw"  # who laid it out so; set by `origins.canonical`
-    notes: list[str] = field(default_factory=list)  # what was translated on the way
-    num_bytes: int = 0  # of the tensors in the file
-    storage: str = ""  # how the file holds the weights, if not as plain numbers
+    origin: str = "raw"  # the trainer whose layout it is; set by `origins.canonical`
+    notes: list[str] = field(default_factory=list)  # what was translated while reading
+    num_bytes: int = 0  # size of the tensors in the file
+    storage: str = ""  # how the file stores the weights; empty: as plain numbers
 
 
 def find_drafter(name: str | Path) -> Path:
-    """A folder, a drafter that ships with Fledge, or a hub id."""
+    """Returns the drafter's folder. `name`: a folder, a drafter that ships with Fledge, or a hub id."""
     folder = sources.local_path(name)
     if os.path.isdir(folder):
         return folder
@@ -76,7 +76,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 def _read_pickle(path: Path) -> dict[str, Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # zip, pickle and runtime errors alike mean a damaged or foreign file
+    except Exception as error:  # a damaged or foreign file raises zip, pickle or runtime errors
         raise ModelError(f"{path}: cannot be read as plain tensors ({first_line(error)})") from None
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise ModelError(f"{path}: not a dictionary of tensors")
@@ -86,7 +86,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 def write_drafter_files(
     folder: str | Path, config: dict[str, Any], tensors: dict[str, Tensor], texts: dict[str, str] | None = None
 ) -> Path:
-    """Writes a complete folder or nothing: beside its place first, then moved. Replaces a drafter, nothing else."""
+    """Writes a drafter folder atomically, through a temporary folder. Replaces only a folder that is a drafter."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ModelError(f"{folder}: a file of this name is in the way; choose another folder")

@@ -1,7 +1,7 @@
-"""Names and shapes of a drafter's tensors: the file's (raw EAGLE 3 layout) against the network's.
+"""Maps a drafter's tensors between the file (raw EAGLE 3 layout) and the network, and checks names and shapes.
 
-In files q, k, v (of latent attention: what reads the input) and gate, up lie apart and the first draft layer is called
-`midlayer`; the network has them fused.
+Files store q, k, v (in latent attention: the projections of the input) and gate, up separately, and call the first draft layer
+`midlayer`; the network fuses them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fledge.config import DrafterConfig
 from fledge.models.drafter import EagleDrafter
 
 VOCABULARY_MAPS = ("d2t", "t2d")
-# Weights that a flag switches on, and off.
+# Prefix of weights -> the flag that must be set exactly if these weights exist.
 _FLAG_OF_TENSOR = {"fc_norm.": "fc_norm", "input_norm.": "norm_before_fc"}
 
 
 def file_parts(network_name: str, config: DrafterConfig) -> list[tuple[str, int | None]]:
-    """The file's tensors that make up one of the network's, stacked by rows: [(name, rows)]; None: all of them."""
+    """The file's tensors whose rows, stacked, are one tensor of the network: [(name, rows)]; rows None: all rows."""
     name = network_name.replace("layers.0.", "midlayer.", 1) if network_name.startswith("layers.0.") else network_name
     if ".qkv_proj." in name:
         rows = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
@@ -39,7 +39,7 @@ def file_parts(network_name: str, config: DrafterConfig) -> list[tuple[str, int 
 
 
 def file_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a file for this configuration must have, but for the vocabulary maps."""
+    """Name and shape of every tensor that a file of this configuration must have, except the vocabulary maps."""
     with ShapesOnly():
         network = EagleDrafter(config).state_dict()
     shapes = {}
@@ -52,7 +52,7 @@ def file_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
 
 
 def to_network(tensors: Mapping[str, Tensor], config: DrafterConfig) -> dict[str, Tensor]:
-    """The network's state from a file's tensors, which `tensor_problems` found in order."""
+    """The network's state from a file's tensors, in which `tensor_problems` found nothing."""
     with ShapesOnly():
         names = list(EagleDrafter(config).state_dict())
     state = {}
@@ -67,7 +67,7 @@ def to_network(tensors: Mapping[str, Tensor], config: DrafterConfig) -> dict[str
 
 
 def to_file(drafter: EagleDrafter, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The file's tensors from a network, vocabulary maps included when the vocabularies differ."""
+    """The file's tensors from a network, with the vocabulary maps if the vocabularies differ."""
     config, tensors = drafter.config, {}
     for network_name, tensor in drafter.state_dict().items():
         if network_name in VOCABULARY_MAPS:
@@ -85,7 +85,7 @@ def to_file(drafter: EagleDrafter, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def tensor_problems(tensors: Mapping[str, Tensor], config: DrafterConfig) -> list[str]:
-    """Every way in which a file's tensors and its configuration disagree."""
+    """All contradictions between a file's tensors and its configuration."""
     problems = []
     expected = file_shapes(config)
     missing = [name for name in expected if name not in tensors]
@@ -113,18 +113,20 @@ def tensor_problems(tensors: Mapping[str, Tensor], config: DrafterConfig) -> lis
         if name in tensors and not tensors[name].is_floating_point():
             problems.append(f"{name} is {tensors[name].dtype}; quantised drafters are not supported")
         elif name in tensors and not _is_finite(tensors[name]):
-            # One of these makes every draft's probabilities NaN, and a sampled request fails on them.
-            problems.append(f"{name} holds values that are not finite (NaN or infinity): the training failed, or the file did")
+            # A single such value makes the probabilities of every draft NaN, and sampled requests fail.
+            problems.append(
+                f"{name} has values that are not finite (NaN or infinity): training diverged or the file is damaged"
+            )
     return problems + vocabulary_problems(tensors, config)
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By its extremes, which a NaN would be: `torch.isfinite` takes twice the tensor's memory for it."""
+    """Whether all values are finite. Checks min and max (NaN if any is): `torch.isfinite` needs twice the tensor's memory."""
     return not tensor.numel() or all(map(math.isfinite, map(float, tensor.aminmax())))
 
 
 def vocabulary_problems(tensors: Mapping[str, Tensor], config: DrafterConfig) -> list[str]:
-    """`d2t` holds offsets (target id = i + d2t[i]); `t2d` marks the target ids that are in the draft vocabulary."""
+    """Problems of the vocabulary maps. `d2t`: offsets (target id = i + d2t[i]). `t2d`: mask of target ids with a draft id."""
     num_draft, num_target = config.draft_vocab_size, config.vocab_size
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None:
@@ -139,7 +141,7 @@ def vocabulary_problems(tensors: Mapping[str, Tensor], config: DrafterConfig) ->
     problems = []
     d2t = d2t.to(torch.int64)
     targets = torch.arange(num_draft) + d2t
-    absolute = " (it seems to hold target ids instead of offsets: subtract 0, 1, 2, …)" if _is_absolute(d2t) else ""
+    absolute = " (it seems to have target ids instead of offsets: subtract 0, 1, 2, …)" if _is_absolute(d2t) else ""
     outside = (targets < 0) | (targets >= num_target)
     if outside.any():
         where = int(outside.nonzero()[0])
@@ -148,7 +150,7 @@ def vocabulary_problems(tensors: Mapping[str, Tensor], config: DrafterConfig) ->
             f"first draft id {where} -> {int(targets[where])}{absolute}"
         )
     elif (repeated := num_draft - int(targets.unique().numel())) > 0:
-        problems.append(f"d2t maps {repeated} draft ids to a target id that another one has already{absolute}")
+        problems.append(f"d2t maps {repeated} draft ids to a target id that another draft id also has{absolute}")
     if t2d is not None and tuple(t2d.shape) != (num_target,):
         problems.append(f"t2d has shape {list(t2d.shape)}; vocab_size asks for [{num_target}]")
     elif t2d is not None and not outside.any():

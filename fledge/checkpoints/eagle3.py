@@ -1,7 +1,7 @@
-"""EAGLE 3 and 3.1 checkpoints <-> EagleDrafter. Strict both ways.
+"""Loads and saves EAGLE 3 and 3.1 checkpoints. Strict in both directions.
 
-A drafter that loads but was read wrongly drafts nonsense on a server that looks healthy; so every doubt is an error,
-and all of a checkpoint's errors are told at once.
+A wrongly read drafter drafts nonsense on a server that looks healthy. So every ambiguity is an error, and all errors of a
+checkpoint are reported together.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def load_drafter(
     dtype: torch.dtype | None = torch.float32,
     device: str | torch.device = "cpu",
 ) -> EagleDrafter:
-    """Reads the raw EAGLE 3 / 3.1 layout, the speculators layout and those of the known trainers. `dtype` None: as in the file.
+    """Loads a drafter in the raw EAGLE 3 / 3.1 layout, the speculators layout or that of a known trainer.
 
-    A drafter without embedding or head of its own still needs `share` before use.
+    `dtype` None: as in the file. A drafter without its own embedding or head needs a call of `share` before use.
     """
     folder = find_drafter(folder_or_name)
     files = origins.canonical(read_drafter_files(folder))
@@ -43,11 +43,11 @@ def load_drafter(
 def build_drafter(
     config: DrafterConfig, files: DrafterFiles, dtype: torch.dtype | None, device: str | torch.device
 ) -> EagleDrafter:
-    """The network from files that `check` found in order."""
+    """Builds the network from files in which `check` found no problems."""
     with ShapesOnly():
         drafter = EagleDrafter(config)
     state = drafter_layout.to_network(files.tensors, config)
-    # Small tensors are copied: one that stayed in the mapped file would keep all of it in memory.
+    # 1-D tensors are copied: a single one left in the mapped file would keep the whole file in memory.
     state = {name: tensor.to(device, None if name == "d2t" else dtype, copy=tensor.ndim == 1) for name, tensor in state.items()}
     drafter.load_state_dict(state, strict=True, assign=True)
     drafter.rotary = Rotary(config.rotary_dim, config.max_positions, config.rope).to(device)
@@ -55,7 +55,7 @@ def build_drafter(
 
 
 def check(files: DrafterFiles, target: ModelConfig | None = None) -> tuple[DrafterConfig | None, list[str]]:
-    """The configuration (None where it cannot even be made out) and every problem of configuration and tensors."""
+    """Returns the configuration (None if it cannot be read) and all problems of configuration and tensors."""
     config, problems = parse_config(files.config, target, files.tensors)
     if config is not None:
         problems += drafter_layout.tensor_problems(files.tensors, config)
@@ -71,9 +71,9 @@ def save_drafter(
     texts: dict[str, str] | None = None,
     int8: bool = False,
 ) -> Path:
-    """The raw layout as vLLM wants it. `dtype`: the network's when not given; `extra`: more keys for config.json.
+    """Writes a drafter in the raw layout that vLLM reads.
 
-    `int8`: stored in 8 bits, which Fledge alone reads.
+    `dtype` None: the network's. `extra`: more keys for config.json. `int8`: stores 8-bit weights, which only Fledge reads.
     """
     dtype = dtype or drafter.fc.weight.dtype
     config = {**(extra or {}), **config_to_hf(drafter.config, dtype)}

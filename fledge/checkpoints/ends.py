@@ -1,6 +1,6 @@
-"""The two ends of a checkpoint: embedding, final norm and head, whatever lies between them.
+"""Loads only the embedding, the final norm and the head of a checkpoint.
 
-A drafter is trained against a target that runs elsewhere with these alone: some gigabytes of a checkpoint of a terabyte.
+Training a drafter against a target that runs elsewhere needs only these: a few gigabytes of a terabyte checkpoint.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ EXPERTS = ("mlp.experts.", "mlp.shared_expert.", "mlp.gate.")
 
 @dataclass(frozen=True)
 class Ends:
+    """The embedding, final norm and head of a target."""
+
     embedding: nn.Embedding
     norm: RMSNorm
     lm_head: nn.Linear
 
 
 class _SomeTensors(TensorReader):
-    """Of a sharded checkpoint, only the files that hold what is wanted; the others need not be there."""
+    """Reads only the shards that have wanted tensors; the other shards may be missing."""
 
     def __init__(
         self, folder: Path, wanted: Callable[[str], bool], names: Callable[[str], str | None] = lambda name: name
@@ -53,12 +55,12 @@ class _SomeTensors(TensorReader):
     def find(self, ending: str) -> str | None:
         found = [name for name in self.shapes if _is_end(name) and name.endswith(ending)]
         if len(found) > 1:
-            raise ModelError(f"{self.folder}: which tensor is {ending} is not clear: {listed(found)}")
+            raise ModelError(f"{self.folder}: several tensors could be {ending}: {listed(found)}")
         return found[0] if found else None
 
 
 def _is_end(name: str) -> bool:
-    """Not those of a vision tower, or of a layer for multi-token prediction."""
+    """Whether a tensor is the embedding, final norm or head of the language model; not of a vision tower or an MTP layer."""
     return name.endswith(tuple(ENDS.values())) and "layers." not in name and "vis" not in name
 
 
@@ -69,7 +71,7 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def fetch_ends(name: str) -> Path:
-    """A folder with configuration, tokenizer and ends of the named model. Of a hub's model nothing else is fetched."""
+    """Returns a folder with configuration, tokenizer, embedding, norm and head of a model; fetches only these from the hub."""
     if os.path.exists(sources.local_path(name)) or name in sources.BUILT_INS or not sources.HUB_ID.fullmatch(name):
         return sources.resolve(name)
     small = [pattern for pattern in sources.HUB_FILES if "safetensors" not in pattern]
@@ -82,12 +84,13 @@ def fetch_ends(name: str) -> Path:
 
 
 def load_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Ends:
+    """Loads embedding, final norm and head, also of an architecture that is not supported."""
     config = text_config(folder)
     known = load_config(folder) if is_supported(config) else None
     is_tied = config.get("tie_word_embeddings") if known is None else known.tie_embeddings
     with _SomeTensors(folder, _is_end) as reader:
         names = {end: reader.find(ending) for end, ending in ENDS.items()}
-        # A tied head is the embedding, whether the file says so by a flag or by leaving it out.
+        # Without a head in the file, a tied model's head is its embedding.
         if is_tied and names["head"] is None:
             names["head"] = names["embedding"]
         if lacking := [ENDS[end] for end, name in names.items() if name is None]:
@@ -113,13 +116,13 @@ def load_ends(folder: Path, dtype: torch.dtype, device: torch.device) -> Ends:
 
 
 def load_last_layer(folder: Path) -> dict[str, Tensor]:
-    """The last layer's weights by our names, of architectures we know; of others none."""
+    """The last layer's weights under the network's names; empty if the architecture is not supported."""
     if not _is_known(folder):
         return {}
     config = load_config(folder)
     with ShapesOnly():
         named = DecoderLayer(config, config.num_layers - 1).named_parameters()
-        names = [name for name, _ in named if not name.startswith(EXPERTS)]  # a drafter has none
+        names = [name for name, _ in named if not name.startswith(EXPERTS)]  # a drafter has no experts
     layout, last = Layout(config), f"layers.{config.num_layers - 1}."
     with _SomeTensors(folder, _wanted(folder), text_name) as reader:
         parts = {name: [reader.read(part).float() for part in layout.file_names(last + name)] for name in names}
@@ -127,10 +130,10 @@ def load_last_layer(folder: Path) -> dict[str, Tensor]:
 
 
 def _is_known(folder: Path) -> bool:
-    """Whether its layers are plain weights of a family of ours."""
+    """Whether the layers are plain weights of a supported family."""
     try:
         return is_supported(read_json(folder / "config.json")) and load_scheme(folder) is None
-    except ModelError:  # quantised in a way that only its server knows
+    except ModelError:  # a quantisation that only the server running the target supports
         return False
 
 

@@ -1,4 +1,4 @@
-"""Drafters for other servers, and drafters of other trainers for us: each conversion is read, checked and written whole."""
+"""Exports drafters for other servers and imports drafters of other trainers. Each is checked before it is written."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fledge.models.drafter import EagleDrafter
 DESTINATIONS = ("vllm", "sglang", "speculators", "fledge")
 STORAGES = ("plain", "int8")
 TESTED_VLLM = "0.32.0"
-VLLM_LATENT_SIZES = (320, 512, 576)  # what its latent attention has kernels for
+VLLM_LATENT_SIZES = (320, 512, 576)  # sizes that vLLM's latent attention has kernels for
 
 
 def export_drafter(
@@ -36,9 +36,10 @@ def export_drafter(
     num_draft_tokens: int = 3,
     storage: str = "plain",
 ) -> Path:
-    """`target_name` goes into the launch command; `target` lets a drafter that names no layers be read.
+    """Writes the drafter in `folder` for a server and returns the new folder.
 
-    `storage`: int8 writes half the size, which Fledge alone reads; plain writes numbers, also of a drafter stored in 8 bits.
+    `target_name` goes into the launch command in the README; `target` is needed for a drafter that names no layer ids.
+    `storage`: int8 has half the size, but only Fledge reads it; plain also converts 8-bit weights to plain ones.
     """
     if to not in DESTINATIONS:
         raise ModelError(f"cannot export to {to!r}; possible: {', '.join(DESTINATIONS)}")
@@ -74,7 +75,7 @@ def export_drafter(
 
 
 def plain_folder(folder: Path) -> Path:
-    """A drafter's folder as other servers read it: itself, or, if it is stored in 8 bits, a plain copy in the cache."""
+    """A folder of the drafter that other servers read: its own, or a plain copy in the cache if it has 8-bit weights."""
     config = folder / "config.json"
     if not config.is_file() or not int8_storage.is_stored(read_json(config)):
         return folder
@@ -90,9 +91,9 @@ def import_drafter(
     target: ModelConfig | None = None,
     layer_ids: tuple[int, ...] | None = None,
 ) -> tuple[Path, list[str]]:
-    """Any readable checkpoint in the raw layout; returns the folder and what was changed.
+    """Writes any readable checkpoint in the raw layout; returns the folder and what was changed.
 
-    `layer_ids`: overrules what the checkpoint says (0 = embeddings, i = after i layers).
+    `layer_ids`: overrides the checkpoint's (0 = embeddings, i = after i layers).
     """
     _not_onto_itself(folder, out)
     files = origins.canonical(read_drafter_files(find_drafter(folder)))
@@ -107,7 +108,7 @@ def import_drafter(
 
 
 def with_d2t(files: DrafterFiles) -> DrafterFiles:
-    """Rebuilds a missing map from the mask, when it marks as many tokens as the draft vocabulary has."""
+    """Rebuilds a missing d2t from t2d, if t2d marks exactly draft_vocab_size tokens."""
     t2d, size = files.tensors.get("t2d"), files.config.get("draft_vocab_size")
     if "d2t" in files.tensors or t2d is None or int(t2d.to(torch.bool).sum()) != size:
         return files
@@ -133,7 +134,7 @@ def _refuse(server: str, instead: str, unsupported: dict[str, bool]) -> None:
 
 
 def _not_on_vllm(config: DrafterConfig) -> dict[str, bool]:
-    """Of latent attention: what it would ignore without a word, and what it fails to load."""
+    """Options of latent attention that vLLM silently ignores or fails to load, and whether the drafter has them."""
     if (mla := config.mla) is None:
         return {}
     latent = mla.kv_lora_rank + mla.qk_rope_head_dim
@@ -147,7 +148,7 @@ def _not_on_vllm(config: DrafterConfig) -> dict[str, bool]:
 
 
 def _sglang_config(drafter: EagleDrafter) -> dict[str, Any]:
-    """SGLang looks for layer ids inside eagle_config, and takes a first id of 1 to count outputs (1 there is 2 here)."""
+    """config.json for SGLang: it reads layer ids from eagle_config, and takes a first id of 1 as counting outputs (our 2)."""
     config, mla = drafter.config, drafter.config.mla
     unsupported = {
         "norm_before_fc": config.norm_before_fc,
@@ -161,23 +162,23 @@ def _sglang_config(drafter: EagleDrafter) -> dict[str, Any]:
     }
     _refuse("SGLang", "use vLLM", unsupported)
     ids = list(config.aux_layer_ids)
-    # understood by every version; other first ids are taken as they are by versions of mid-May 2026 and later
+    # A first id of 1 is read correctly by every version; other first ids only by versions of mid-May 2026 and later.
     theirs = [i - 1 for i in ids] if ids[0] == 2 else ids
     settings = config_to_hf(config, drafter.fc.weight.dtype)
     del settings[LAYER_IDS]
     settings["eagle_config"] = {LAYER_IDS: theirs, "use_aux_hidden_state": True}
     if not config.own_head:
-        settings["draft_vocab_size"] = None  # SGLang's sign for lending the target's head
+        settings["draft_vocab_size"] = None  # makes SGLang share the target's head
     return settings
 
 
 def launch_commands(
     folder: str | Path, place: str | Path, target_name: str, num_draft_tokens: int = 3, elsewhere: str | Path | None = None
 ) -> dict[str, str]:
-    """By server, the command that serves a drafter, here and elsewhere. `place`: where the drafter of `folder` will lie.
+    """The commands that serve a drafter, by server. `place`: the path where the drafter of `folder` will be.
 
-    `elsewhere`: the target for other servers, which do not know our names. For SGLang the drafter is written anew, as it reads
-    other keys.
+    `elsewhere`: the target's name for other servers, which do not know Fledge's built-in names. SGLang needs an export first,
+    because it reads other keys.
     """
     config = eagle3.load_drafter(folder).config
     place, known = Path(place), str(elsewhere or target_name)
@@ -244,22 +245,22 @@ _VERSIONS = {
         f"vLLM 0.25 or later; tested with {TESTED_VLLM}. The same greedy tokens and the same drafts as in Fledge.",
     ],
     "speculators": [
-        f"vLLM 0.25 or later; tested with {TESTED_VLLM}. Earlier versions drop `fc_norm` and `norm_output` from this",
-        "layout without a word and draft badly. `vllm serve` may also be given this folder as the model: it then takes the",
-        "target from config.json.",
+        f"vLLM 0.25 or later; tested with {TESTED_VLLM}. Earlier versions silently drop `fc_norm` and `norm_output` from",
+        "this layout and draft badly. `vllm serve` also accepts this folder as the model: it then takes the target from",
+        "config.json.",
     ],
     "sglang": [
-        "A version that knows `fc_norm` and `norm_output` (mid-2026 or later) when the drafter is not plain EAGLE 3.",
-        "SGLang always lends the target's embedding to a drafter of the same hidden size. `fledge doctor` on this folder and",
+        "If the drafter is not plain EAGLE 3: a version that supports `fc_norm` and `norm_output` (mid-2026 or later).",
+        "SGLang always uses the target's embedding for a drafter of the same hidden size. `fledge doctor` on this folder and",
         "the server's own acceptance length should agree: compare them once.",
     ],
 }
-# Latent attention came later than the rest, and its first releases draft badly without a word.
+# vLLM's first releases with latent attention draft badly without an error.
 _MLA_VERSIONS = {
     "vllm": [
         "",
-        "Never 0.22.0 or 0.22.1 for this drafter: with latent attention (MLA) they load `fc_norm` and do not apply it, so that",
-        "the server looks healthy and hardly a draft is accepted.",
+        "Do not use 0.22.0 or 0.22.1 for this drafter: with latent attention (MLA) they load `fc_norm` but do not apply it, so",
+        "the server looks healthy but accepts almost no drafts.",
     ],
-    "sglang": ["", "Latent attention (MLA) drafts need a version with `Eagle3DeepseekV2ForCausalLM` among its models."],
+    "sglang": ["", "Drafters with latent attention (MLA) need a version that has the model `Eagle3DeepseekV2ForCausalLM`."],
 }

@@ -1,8 +1,8 @@
-"""Which model is this: numbers that a folder and the GGUF files of the same model share.
+"""A fingerprint of a model: numbers that a folder and the GGUF files of the same model share.
 
-Some of the norms before every layer and after the last: converters leave them as they are while they quantise the rest, but for
-their type, and another training changes them. Two models of one shape (a coder and its general sibling) differ in them. An
-adapter's training (LoRA) leaves them as they are: such a fine-tune is taken for its base model, and the log says so.
+It samples the norms before every layer and after the last. Converters keep these (except for their type) while they quantise
+the rest, and further training changes them, so two models of one shape (a coder and its general sibling) differ in them. LoRA
+training leaves the norms unchanged: such a fine-tune has the fingerprint of its base model, and the log says so.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from fledge.errors import ModelError
 
 NORMS = re.compile(r"model\.(?:norm|layers\.(?P<layer>\d+)\.input_layernorm)\.weight")
 NUMBERS = 64
-# Files of one model differ by the rounding of bf16, half a unit of which is 0.2 to 0.4 %: Qwen's GGUF files have more digits
-# than its folders. A norm that was trained further in bf16 moves by whole units.
+# Relative. Files of one model may differ by bf16 rounding, half a unit of which is 0.2 to 0.4 % (Qwen's GGUF files have more
+# digits than its folders). A norm that is trained further in bf16 changes by whole units.
 TOLERANCE = 0.005
 
 
 def target_fingerprint(path: Path) -> str | None:
-    """Of a Hugging Face folder or a GGUF file; None: its tensors cannot be read, or have other names."""
+    """The fingerprint of a Hugging Face folder or GGUF file; None: its tensors cannot be read, or have other names."""
     try:
         norms = _of_file(path) if path.is_file() else _of_folder(path)
     except ModelError:
@@ -39,6 +39,7 @@ def target_fingerprint(path: Path) -> str | None:
 
 
 def is_same_model(one: str, other: str) -> bool:
+    """Whether two fingerprints agree within TOLERANCE."""
     (size, values), (other_size, others) = (_parsed(text) for text in (one, other))
     close = (abs(a - b) <= TOLERANCE * max(abs(a), abs(b)) for a, b in zip(values, others, strict=False))
     return size == other_size and len(values) == len(others) and all(close)

@@ -1,4 +1,4 @@
-"""GGUF files -> decoders that compute with the file's own blocks (CPU), or Hugging Face folders with dequantised weights."""
+"""Loads GGUF files as decoders that compute with the file's own blocks (CPU), or converts them to Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# Of one architecture, beside or instead of those.
+# Names of one architecture, which add to `NAMES` or replace entries of it.
 OWN_NAMES = {
     "gemma3": {
         "ffn_norm": "pre_feedforward_layernorm",
@@ -52,12 +52,12 @@ OWN_NAMES = {
     "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "qwen3moe": {"ffn_gate_inp": "mlp.gate"},
 }
-# Experts lie in one tensor: [experts, outputs, inputs].
+# All experts are in one tensor: [experts, outputs, inputs].
 EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
 
 
 def load_decoder(file: GgufFile) -> Decoder:
-    """For the CPU: linears and embedding as the file has them, norms and biases in fp32. Needs the C kernels."""
+    """Loads a decoder for the CPU: linears and embedding keep the file's blocks, norms and biases are fp32. Needs C kernels."""
     config = read_config(file)
     tensors, layout = _tensors_by_hf_name(file, config), Layout(config)
 
@@ -95,7 +95,7 @@ def load_decoder(file: GgufFile) -> Decoder:
 
 
 def convert(path: str | Path, folder: str | Path) -> Path:
-    """Writes `folder` from a file. Not atomic: give a temporary folder and move it when this returns."""
+    """Converts a file to a Hugging Face folder with dequantised weights. Not atomic: pass a temporary folder and rename it."""
     file, folder = GgufFile(path), Path(folder)
     config = read_config(file)
     tensors = _tensors_by_hf_name(file, config)
@@ -107,19 +107,19 @@ def convert(path: str | Path, folder: str | Path) -> Path:
             value = tensor.blocks.dequantised().view(tensor.shape)
             if _is_permuted(file, name):
                 value = value[torch.from_numpy(_rotary_order(name, len(value), config))]
-            if config.unit_norms and NORM.search(name):  # llama.cpp's files have them whole
+            if config.unit_norms and NORM.search(name):  # GGUF stores the full weight, Hugging Face the weight minus one
                 value = value - 1
             yield name, value.to(dtype)
 
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(file.metadata, folder, str(path))
-    # Without a version transformers takes any tokenizer for one of Mistral's with a wrong pattern, and warns of it.
+    # Without a version, transformers assumes a Mistral tokenizer with a wrong pattern, and warns.
     written = hf.config_to_hf(config) | {"transformers_version": version("transformers")}
     return hf.write_folder(folder, written, weights(), dtype)
 
 
 def _tensors_by_hf_name(file: GgufFile, config: ModelConfig) -> dict[str, GgufTensor]:
-    """Strict: what is missing, left over or of another shape is an error that names it."""
+    """The file's tensors under Hugging Face names. Missing, unexpected or wrongly shaped tensors are an error."""
     tensors: dict[str, GgufTensor] = {}
     for name, tensor in file.tensors.items():
         if name in (ROPE_FACTORS, *LONGROPE):
@@ -128,7 +128,7 @@ def _tensors_by_hf_name(file: GgufFile, config: ModelConfig) -> dict[str, GgufTe
             tensors[hf_name(name, file.metadata["general.architecture"])] = tensor
             continue
         outputs = tensor.shape[1]
-        for expert in range(min(tensor.shape[0], config.moe.num_experts + 1)):  # one too many is named as left over
+        for expert in range(min(tensor.shape[0], config.moe.num_experts + 1)):  # one too many is reported as unexpected
             part = GgufTensor(tensor.shape[1:], tensor.blocks.rows(slice(expert * outputs, (expert + 1) * outputs)))
             tensors[f"model.layers.{match[1]}.mlp.experts.{expert}.{match[2]}_proj.weight"] = part
     hf.check_tensors({name: tensor.shape for name, tensor in tensors.items()}, hf.tensor_shapes(config), str(file.path))
@@ -136,13 +136,13 @@ def _tensors_by_hf_name(file: GgufFile, config: ModelConfig) -> dict[str, GgufTe
 
 
 def target_config(model: str) -> ModelConfig:
-    """The configuration of any model that can be named. Of a GGUF file the header is read, and nothing is converted."""
+    """The configuration of a model, by any name that `find` accepts. Reads only the header of a GGUF file."""
     found = sources.find(model)
     return read_config(open_gguf(found)) if found.is_file() else hf.load_config(found)
 
 
 def hf_name(name: str, arch: str = "llama") -> str:
-    """Names that are not known pass as they are; the check against the configuration then lists them."""
+    """The Hugging Face name of a GGUF tensor. Unknown names are returned unchanged; `check_tensors` then reports them."""
     match, names = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name), NAMES | OWN_NAMES.get(arch, {})
     if match is None or match[2] not in names:
         return name
@@ -151,11 +151,11 @@ def hf_name(name: str, arch: str = "llama") -> str:
 
 
 def _is_permuted(file: GgufFile, name: str) -> bool:
-    """Of llama files alone: their rotary pairs lie side by side in a head; ours are half a head apart."""
+    """Whether rows must be reordered: in llama files rotary pairs are adjacent, in the network half a head apart."""
     return file.metadata["general.architecture"] == "llama" and re.search(r"\.[qk]_proj\.", name) is not None
 
 
 def _rotary_order(name: str, num_rows: int, config: ModelConfig) -> np.ndarray:
-    """The file's row for each of ours."""
+    """For each row of the network the row in the file."""
     num_heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
     return np.arange(num_rows).reshape(num_heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -1,4 +1,4 @@
-"""The configuration that a GGUF file describes."""
+"""Reads the model configuration from a GGUF file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
-LARGEST_SIZE = 1 << 20  # of a layer: products of three still fit 64 bits
+LARGEST_SIZE = 1 << 20  # largest size of a layer; products of three still fit 64 bits
 ROPE_FACTORS = "rope_freqs.weight"
 LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -33,7 +33,7 @@ def read_config(file: GgufFile) -> ModelConfig:
         return _read_config(file)
     except ModelError:
         raise
-    except (ArithmeticError, TypeError, ValueError) as error:  # texts where numbers belong, and the like
+    except (ArithmeticError, TypeError, ValueError) as error:  # values of the wrong type
         raise ModelError(f"{file.path}: damaged or truncated GGUF ({error}); fetch it again") from None
 
 
@@ -71,7 +71,7 @@ def _read_config(file: GgufFile) -> ModelConfig:
     head_dim = size("attention.key_length", hidden_size // num_heads)
     rotated = size("rope.dimension_count", head_dim)
     if (rotated != head_dim and arch != "phi3") or size("attention.value_length", head_dim) != head_dim:
-        raise ModelError(f"{source}: heads that are rotated in part or of unequal key and value size are not supported")
+        raise ModelError(f"{source}: partially rotated heads and different key and value sizes are not supported")
     window = int(get("attention.sliding_window", 0)) or None
     own: dict[str, Any] = {"windows": (window,) * num_layers}
     if arch == "gemma3":
@@ -86,7 +86,7 @@ def _read_config(file: GgufFile) -> ModelConfig:
         )
     ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return ModelConfig(
-        # A window sets Mistral apart from Llama; otherwise they are the same network.
+        # Mistral is Llama with a sliding window.
         architecture="MistralForCausalLM" if arch == "llama" and window else ARCHITECTURES[arch],
         vocab_size=tensors["token_embd.weight"].shape[0],
         hidden_size=hidden_size,
@@ -96,7 +96,7 @@ def _read_config(file: GgufFile) -> ModelConfig:
         num_kv_heads=size("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         max_positions=int(get("context_length")),
-        # The file holds a float32 of what was written as a short decimal.
+        # The file has a float32 of a value that was a short decimal: rounding gives that decimal back.
         rms_norm_eps=float(f"{get('attention.layer_norm_rms_epsilon'):.6g}"),
         rope=read_rope(metadata, arch, rotated, tensors, source),
         qkv_bias="blk.0.attn_q.bias" in tensors,
@@ -113,8 +113,8 @@ def _read_config(file: GgufFile) -> ModelConfig:
 def _gemma3(
     num_layers: int, num_heads: int, hidden_size: int, head_dim: int, window: int | None, source: str
 ) -> dict[str, Any]:
-    """What the file does not say, as llama.cpp has it: every sixth layer is a full one; 27B (62 layers) scales scores by
-    hidden size over heads, the others by the size of a head."""
+    """Gemma 3 fields that GGUF does not store, as in llama.cpp: every sixth layer has full attention; 27B (62 layers) scales
+    scores by hidden size / heads, the others by head size."""
     if window is None:
         raise ModelError(f"{source}: gemma3.attention.sliding_window is missing from the file")
     return {
@@ -158,7 +158,7 @@ def read_rope(
         return _llama3_rope(theta, context, head_dim, found[ROPE_FACTORS], source)
     kind = get("scaling.type", "none")
     if kind == "none":
-        if factor := get("scale_linear"):  # the key before there were kinds
+        if factor := get("scale_linear"):  # the key in files older than `scaling.type`
             return RopeConfig(theta, "linear", float(factor), context)
         return RopeConfig(theta, original_max_positions=context)
     if kind not in ("linear", "yarn"):
@@ -179,7 +179,7 @@ def read_rope(
 
 
 def _llama3_rope(theta: float, context: int, head_dim: int, factors: Tensor, source: str) -> RopeConfig:
-    """The file has a divisor per frequency, not the rule it came from: take the published rule that gives them."""
+    """Finds the Llama 3 scaling that gives the file's divisors: GGUF stores a divisor per frequency, not the parameters."""
     plain = RopeConfig(theta, original_max_positions=context)
     if len(factors) != head_dim // 2:
         raise ModelError(f"{source}: {ROPE_FACTORS} has {len(factors)} factors for heads of {head_dim}")
@@ -188,5 +188,5 @@ def _llama3_rope(theta: float, context: int, head_dim: int, factors: Tensor, sou
     rope = RopeConfig(theta, "llama3", float(factors.max()), 8192, low_freq_factor=1.0, high_freq_factor=4.0)
     wanted = Rotary(head_dim, context, plain).inverse_frequencies / factors
     if not torch.allclose(Rotary(head_dim, context, rope).inverse_frequencies, wanted, rtol=1e-4, atol=0):
-        raise ModelError(f"{source}: its {ROPE_FACTORS} are not those of Llama 3 scaling, which alone is supported")
+        raise ModelError(f"{source}: {ROPE_FACTORS} do not match Llama 3 scaling; no other factors are supported")
     return rope

@@ -1,4 +1,4 @@
-"""GGUF files: key-value pairs and tensors, mapped into memory. Nothing in the file is trusted: what does not fit is refused."""
+"""Reads GGUF files: key-value pairs and memory-mapped tensors. The file is untrusted: inconsistent values are refused."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from fledge.kernels.formats.gguf_blocks import FORMATS, NAMES, Blocks
 
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
-# Number of a value's type -> how it lies in the file
+# Number of a value's type -> numpy type of its bytes in the file
 SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<?", 10: "<u8", 11: "<i8", 12: "<f8"}
-# Types of tensors that are not read, to name them in the refusal.
+# Tensor types that are not supported; their names are for the error message.
 OTHER_TYPES = {
     9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
-# Far more than any model has. Lists are bounded by the file's size too, but a file of many gigabytes could hold one that takes
-# minutes to read.
+# Far more than any model has. The file's size also bounds lists, but a list in a file of many gigabytes could take minutes to
+# read.
 MOST_ENTRIES, MOST_ITEMS, LONGEST_STRING = 1 << 16, 1 << 22, 1 << 24
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    shape: tuple[int, ...]  # outermost first, as torch has it; the file has it the other way round
+    shape: tuple[int, ...]  # outermost first, as in torch; the file has the reverse order
     blocks: Blocks
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """A file, read once if it is asked for twice: commands check it before they import torch, then the engine takes it."""
+    """Opens a file; the last one is cached: commands check it before they import torch, then the engine opens it again."""
     about = path.stat()
     return _opened(path, about.st_size, about.st_mtime_ns)
 
@@ -48,11 +48,11 @@ def _opened(path: Path, num_bytes: int, modified: int) -> GgufFile:
 
 
 class GgufFile:
-    """Tensors stay where they are: they keep the file mapped for as long as they are used."""
+    """An open GGUF file. Tensors are views of the mapped file and keep it mapped as long as they exist."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        if not self.path.is_file():  # a pipe would be waited for, for ever
+        if not self.path.is_file():  # reading a pipe would block forever
             raise ModelError(f"{path}: not a plain file")
         with self.path.open("rb") as opened:
             magic = opened.read(4)
@@ -69,12 +69,12 @@ class GgufFile:
             raise ModelError(f"{path}: {error} is not supported; supported: {', '.join(FORMATS)}") from None
 
     def forget_lists(self) -> None:
-        """Drops the vocabulary's lists, once there is a tokenizer: 25 MB for 150,000 tokens."""
+        """Frees the vocabulary's lists once the tokenizer is built: 25 MB for 150,000 tokens."""
         _opened.cache_clear()
         self.metadata = {key: value for key, value in self.metadata.items() if not isinstance(value, list)}
 
     def release(self) -> None:
-        """Gives all mapped pages back to the system: what was looked at once, as the vocabulary was, stays no longer."""
+        """Returns all mapped pages to the system, so that pages read only once, such as the vocabulary, are freed."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -88,6 +88,8 @@ class _UnknownType(Exception):
 
 
 class _Header:
+    """Parses the header: key-value pairs and the list of tensors. `at`: the current byte."""
+
     def __init__(self, mapped: mmap.mmap) -> None:
         self.map, self.size, self.at = mapped, len(mapped), 4
         self.items_left = MOST_ITEMS
@@ -98,7 +100,7 @@ class _Header:
         self.num_pairs = self.count("key-value pairs", 8 + 4 + 1, MOST_ENTRIES)
 
     def take(self, size: int) -> int:
-        """Where the next `size` bytes begin."""
+        """Advances by `size` bytes and returns where they begin."""
         at = self.at
         if size > self.size - at:
             raise _Damage(f"it ends at byte {self.size}, within its header")
@@ -122,7 +124,7 @@ class _Header:
         return str(self.map[at : at + size], "utf-8", "replace")
 
     def strings(self, count: int) -> list[str]:
-        """As `string`, in a loop that reads a vocabulary of 150,000 in a tenth of a second."""
+        """Reads `count` strings in one loop: 0.1 s for a vocabulary of 150,000."""
         mapped, at, found, length = self.map, self.at, [], struct.Struct("<Q").unpack_from
         for _ in range(count):
             end = at + 8

@@ -1,4 +1,4 @@
-"""The tokenizer that a GGUF file describes: as it is used, or as `tokenizer.json` and `tokenizer_config.json`."""
+"""Builds the tokenizer of a GGUF file, and writes it as `tokenizer.json` and `tokenizer_config.json`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_PIECE_CHARACTERS = 64 << 20
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4  # values of tokenizer.ggml.token_type
 SPACE = "\u2581"  # how sentencepiece spells a space
 
-# Words as GPT-4 and its successors split them; the models differ in how many digits stay together.
+# The regular expression by which GPT-4 and its successors split words; models differ in how many digits stay together.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,7 +46,7 @@ SPLITS = {
     "gpt-4o": GPT_4O,
     "tekken": TEKKEN,
 }
-# `tokenizer.ggml.pre` -> the way of splitting; names of one line mean the same
+# `tokenizer.ggml.pre` -> how text is split; names on one line are synonyms
 PRE_TOKENIZERS = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), "digits"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), "qwen2"),
@@ -59,7 +59,7 @@ PRE_TOKENIZERS = {
 
 
 class GgufTokenizer(ModelTokenizer):
-    """Made from the file without transformers, whose import alone takes seconds."""
+    """The tokenizer of a GGUF file, built without transformers, whose import takes seconds."""
 
     def __init__(self, file: GgufFile) -> None:
         self._texts = {}
@@ -69,7 +69,7 @@ class GgufTokenizer(ModelTokenizer):
         self._ids = {key: self._backend.token_to_id(piece) for key, piece in self._named.items()}
 
     def copy(self) -> GgufTokenizer:
-        """The same one: nothing that it does changes it, so threads may share it."""
+        """Returns itself: it has no changing state, so threads may share it."""
         return self
 
     @cached_property
@@ -119,12 +119,12 @@ class GgufTokenizer(ModelTokenizer):
 
     def _render(self, messages: list[dict[str, Any]], template: str | None, **options: Any) -> str:
         template = template or self._template
-        assert template is not None, "`render_chat` asks for one"
+        assert template is not None, "`render_chat` checks that there is one"
         return render(template, messages, **(self._named | options))
 
 
 def check_tokenizer(metadata: Mapping[str, Any], source: str) -> None:
-    """Lists hold what their names say, and are as long as the vocabulary."""
+    """Refuses tokenizer metadata whose values have the wrong type or whose lists have the wrong length."""
     pieces = metadata.get("tokenizer.ggml.tokens")
     kinds: dict[str, set[type]] = {"tokens": {str}, "merges": {str}, "scores": {int, float}, "token_type": {int}}
     for name, allowed in kinds.items():
@@ -146,11 +146,13 @@ def check_tokenizer(metadata: Mapping[str, Any], source: str) -> None:
         if not isinstance(metadata.get(key), str | None):
             raise ModelError(f"{source}: {key} must be text, not {shown(metadata[key])}")
     if pieces and sum(map(len, pieces)) > MAX_PIECE_CHARACTERS:
-        raise ModelError(f"{source}: tokens of {sum(map(len, pieces))} characters together are not a vocabulary")
+        raise ModelError(
+            f"{source}: its tokens have {sum(map(len, pieces))} characters, at most {MAX_PIECE_CHARACTERS} are read"
+        )
 
 
 def build_tokenizer(metadata: Mapping[str, Any], source: str) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer, and its marks by Hugging Face's names. `metadata`: the file's key-value pairs."""
+    """Returns the tokenizer and its special tokens by Hugging Face's names. `metadata`: the file's key-value pairs."""
     check_tokenizer(metadata, source)
     pieces, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if not pieces:
@@ -199,16 +201,16 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: Path, source: str) -> N
 
 
 def _byte_level(metadata: Mapping[str, Any], source: str) -> tuple[Tokenizer, bool]:
-    """The tokenizer, and whether it puts the first-token mark before a text unless the file says otherwise."""
+    """Returns the tokenizer, and whether it adds the BOS token if the file does not say so."""
     name = metadata.get("tokenizer.ggml.pre")
-    if name is None:  # files older than the key: the family says how its tokenizer splits
+    if name is None:  # the file is older than the key: the architecture decides how text is split
         name = "qwen2" if metadata.get("general.architecture") in ("qwen2", "qwen3", "qwen3moe") else "default"
     kind = PRE_TOKENIZERS.get(name)
     if kind is None:
         known = ", ".join(PRE_TOKENIZERS)
         raise ModelError(f"{source}: pre-tokenizer {name!r} (tokenizer.ggml.pre) is not supported; supported: {known}")
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or ()]
-    # Llama 3 and Tekken take a word that is a token as it is, even where no merges lead to it.
+    # Llama 3 and Tekken encode a word that is a token as that token, even if no merges produce it.
     whole_words_first = kind in ("llama-bpe", "tekken")
     tokenizer = _bpe(metadata, source, merges, ignore_merges=whole_words_first)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind not in SPLITS)
@@ -227,7 +229,7 @@ def _byte_level(metadata: Mapping[str, Any], source: str) -> tuple[Tokenizer, bo
 
 
 def _sentencepiece(metadata: Mapping[str, Any], source: str) -> Tokenizer:
-    """Sentencepiece's BPE: of all neighbours, the pair that makes the highest-scored piece is merged first."""
+    """A SentencePiece BPE tokenizer: the adjacent pair that makes the highest-scored piece is merged first."""
     pieces, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores")
     if not scores:
         raise ModelError(f"{source}: the tokenizer's scores (tokenizer.ggml.scores) are missing")
@@ -270,7 +272,7 @@ def _bpe(metadata: Mapping[str, Any], source: str, merges: list[tuple[str, str]]
 
 
 def _surround(tokenizer: Tokenizer, bos: str | None, eos: str | None) -> None:
-    """Marks that every text begins or ends with."""
+    """Makes the tokenizer add BOS and EOS tokens to every text."""
     if bos is None and eos is None:
         return
     marks = [mark for mark in (bos, eos) if mark is not None]

@@ -1,6 +1,6 @@
-"""Hugging Face folders <-> decoders. What files name and keep otherwise than the network is in `layouts`.
+"""Loads decoders from Hugging Face folders and saves them. Differences between files and network are in `layouts`.
 
-Strict both ways: a tensor that is missing, left over or of another shape is an error that names it.
+Strict in both directions: a missing, unexpected or wrongly shaped tensor is an error that names it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fledge.models.layers import ExactNorm
 from fledge.progress import track
 
 log = logging.getLogger("fledge.checkpoints")
-# Buffers that old exporters wrote beside the weights; they are computed, not learned.
+# Computed buffers that old exporters wrote with the weights; they are not needed.
 HARMLESS = re.compile(r"\.(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias)$")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -46,7 +46,7 @@ TOKENIZER_FILES = (
 
 
 def load_config(folder: str | Path) -> ModelConfig:
-    """Generation may end at more tokens than config.json says: those of generation_config.json are added."""
+    """The configuration of a folder. End tokens of generation_config.json are added to those of config.json."""
     folder = Path(folder)
     config = ModelConfig.from_hf(read_json(folder / "config.json"), name=str(folder))
     if not (folder / "generation_config.json").exists():
@@ -63,11 +63,12 @@ def load_decoder(
     keep: Collection[str] = (),
     place: Callable[[str, nn.Module], nn.Module] | None = None,
 ) -> Decoder:
-    """The network takes the tensors as they are read: no second copy, no initialisation.
+    """Loads a decoder. Its parameters are the tensors that were read: no second copy, no initialisation.
 
-    `keep`: formats of quantised linears that stay as they are (`quantized.KEPT`); others become plain weights.
+    `keep`: formats of quantised linears that stay quantised (`quantized.KEPT`); others become plain weights.
 
-    `place`: what takes the place of a linear, asked as soon as it is read: the next is read into memory that it gave back.
+    `place`: called with the name and module of each linear as soon as it is read; returns the module to use in its place. The
+    next linear can then use the memory that it freed.
     """
     folder, config = Path(folder), load_config(folder)
     scheme = load_scheme(folder)
@@ -98,7 +99,7 @@ def load_decoder(
             owner, _, attribute = name.rpartition(".")
             setattr(decoder.get_submodule(owner), attribute, nn.Parameter(value.contiguous(), requires_grad=False))
 
-        # Modules with parameters of their own; not a tied head, whose weight is the embedding's.
+        # Modules with their own parameters; not a tied head, whose weight is the embedding's.
         sizes = {name: parameter.numel() * dtype.itemsize for name, parameter in decoder.named_parameters()}
         owners: dict[str, list[str]] = {}
         for name in sizes:
@@ -119,8 +120,8 @@ def load_decoder(
 def kept_bits(
     folder: str | Path, config: ModelConfig, keep: Collection[str], device: str | torch.device
 ) -> dict[str, float] | None:
-    """Bits a weight of the linears that `load_decoder` would keep quantised, from the names and shapes of the file's tensors;
-    None: the checkpoint is plain. Those that turn out to have no exact form will take more."""
+    """Bits per weight of the linears that `load_decoder` would keep quantised, from names and shapes of the file's tensors;
+    None: the checkpoint is plain. Linears that turn out to have no exact form will take more."""
     if (scheme := load_scheme(folder)) is None:
         return None
     with TensorReader(Path(folder), text_name) as reader:
@@ -136,30 +137,30 @@ def kept_bits(
 
 
 def _with_head(config: ModelConfig, reader: TensorReader, packed: PackedTensors | None) -> ModelConfig:
-    """Whether the head is the embedding, as the file has it; refused where config.json says otherwise."""
+    """The configuration with `tie_embeddings` as in the file's tensors; refused if config.json contradicts them."""
     head, embedding, folder = "lm_head.weight", "model.embed_tokens.weight", reader.folder
-    if packed is not None and packed.has(head):  # a quantised head is no embedding
+    if packed is not None and packed.has(head):  # a quantised head cannot be the embedding
         return dataclasses.replace(config, tie_embeddings=False)
     if head not in reader.shapes:
         whole = read_json(folder / "config.json")
-        # Of a model of texts and images, transformers 5 believes the whole's, and others the text's.
+        # In a vision-language model, transformers 5 reads the outer flag, and other versions that of `text_config`.
         said = [part.get("tie_word_embeddings") for part in (whole, mapping(whole, "text_config"))]
         if False in said and True not in said:
             raise ModelError(f"{folder}: {head} is missing, and tie_word_embeddings is false; fetch the model again")
         return dataclasses.replace(config, tie_embeddings=True)
     if config.tie_embeddings and embedding in reader.shapes and not torch.equal(reader.read(head), reader.read(embedding)):
         raise ModelError(
-            f"{folder}: tie_word_embeddings is true, and {head} is not the embedding; set it to false in config.json to use "
-            "that head, or take the head out of the file"
+            f"{folder}: tie_word_embeddings is true, but {head} is not the embedding; set it to false in config.json to use "
+            "that head, or remove the head from the file"
         )
     return config
 
 
 def load_scheme(folder: str | Path) -> Scheme | None:
-    """How a folder's weights are quantised; None: they are not."""
+    """How a folder's weights are quantised; None: they are plain."""
     folder = Path(folder)
     config, apart = text_part(read_json(folder / "config.json")), folder / "hf_quant_config.json"
-    if not config.get("quantization_config") and apart.exists():  # of modelopt
+    if not config.get("quantization_config") and apart.exists():  # modelopt writes this file
         config["quantization_config"] = {"quant_method": "modelopt", **mapping(read_json(apart), "quantization")}
     try:
         return read_scheme(config)
@@ -168,7 +169,7 @@ def load_scheme(folder: str | Path) -> Scheme | None:
 
 
 def complete(decoder: Decoder, dtype: torch.dtype, device: torch.device | str) -> Decoder:
-    """What is computed, not loaded, and must not stay on the meta device."""
+    """Finishes a loaded decoder: ties the head and computes the buffers that are still on the meta device."""
     if decoder.config.tie_embeddings and isinstance(decoder.lm_head, nn.Linear):
         decoder.lm_head.weight = decoder.embed_tokens.weight
     for module in decoder.modules():
@@ -179,7 +180,7 @@ def complete(decoder: Decoder, dtype: torch.dtype, device: torch.device | str) -
 
 
 def empty_decoder(config: ModelConfig) -> Decoder:
-    """Of shapes alone, to be filled."""
+    """A decoder whose parameters have shapes but no memory, to be filled."""
     with ShapesOnly():
         return Decoder(config)
 
@@ -191,7 +192,7 @@ def save_decoder(
     dtype: torch.dtype | None = None,
     tokenizer_from: str | Path | None = None,
 ) -> Path:
-    """Writes a folder that transformers, vLLM and `load_decoder` read. `dtype` None: as the network has it."""
+    """Writes a folder that transformers, vLLM and `load_decoder` read. `dtype` None: the network's."""
     dtype, layout = dtype or decoder.dtype, Layout(decoder.config)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
@@ -210,7 +211,7 @@ def write_folder(
     *,
     tokenizer_from: str | Path | None = None,
 ) -> Path:
-    """config.json goes last: a folder that has one is complete."""
+    """Writes a model folder. config.json is written last: a folder that has one is complete."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(folder, tensors)
@@ -255,7 +256,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
         if window is not None:
             hf |= {"layer_types": layer_types, "max_window_layers": config.windows.index(window)}
     elif kind not in ("llama", "gemma3_text"):
-        # Absent would mean 4096 to transformers, and a padding token past a small vocabulary.
+        # If missing, transformers assumes a window of 4096, and a padding token that may be outside a small vocabulary.
         hf |= {"sliding_window": window, "pad_token_id": None}
     if kind == "ministral":
         hf["layer_types"] = layer_types
@@ -285,7 +286,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a checkpoint of this configuration holds."""
+    """Name and shape of every tensor in a checkpoint of this configuration."""
     decoder, layout = empty_decoder(config), Layout(config)
     return {
         part: tuple(rows.shape)
@@ -294,13 +295,13 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-# A model of texts and images: its language model's names, in two spellings, and what is not read.
+# Vision-language models: prefixes of the language model's tensors, in two spellings, and the parts that are not read.
 TEXT_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head.": "lm_head."}
 IMAGE_PARTS = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.")
 
 
 def text_name(name: str) -> str | None:
-    """The usual name of a language model's tensor; None: it is not of the language model."""
+    """The usual name of a language model's tensor; None: it belongs to another part of the model."""
     if IMAGE_PARTS.match(name):
         return None
     for theirs, ours in TEXT_PREFIXES.items():
@@ -311,7 +312,7 @@ def text_name(name: str) -> str | None:
 
 def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], source: str) -> None:
     """Raises one error that lists missing, unexpected and mis-shaped tensors."""
-    # A tied model's file may repeat the head, which is then the embedding.
+    # The file of a tied model may also store the head, which is then equal to the embedding.
     ignored = {name for name in found if HARMLESS.search(name)} | {"lm_head.weight"}
     problems = []
     if missing := [name for name in expected if name not in found]:

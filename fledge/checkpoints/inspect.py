@@ -1,4 +1,4 @@
-"""What a drafter's files say about it, and every problem found in them, without building the network."""
+"""Reports a drafter's configuration and all problems in its files, without building the network."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fledge.checkpoints.drafter_files import DrafterFiles, find_drafter, read_dr
 from fledge.config import DrafterConfig, ModelConfig
 from fledge.errors import ModelError
 
-# Trainers' template value; a drafter that keeps it is useless past it, whatever its target can.
+# The default in trainers' templates. A drafter that still has it does not draft past this position, even if its target goes on.
 TEMPLATE_MAX_POSITIONS = 2048
 
 
 @dataclass(frozen=True)
 class DrafterReport:
-    """`config` is None where config.json cannot be made out; `problems` then says why."""
+    """The result of `inspect_drafter`. `config` is None if config.json cannot be read; `problems` then says why."""
 
     folder: str
     origin: str
@@ -26,10 +26,10 @@ class DrafterReport:
     num_parameters: int
     num_bytes: int
     dtypes: tuple[str, ...]
-    problems: tuple[str, ...]  # it is refused for these
-    warnings: tuple[str, ...]  # it loads, but look at these
-    notes: tuple[str, ...] = field(default=())  # how its origin's layout was read
-    storage: str = ""  # how the file holds the weights, if not as plain numbers
+    problems: tuple[str, ...]  # reasons why it does not load
+    warnings: tuple[str, ...]  # it loads, but these are probably mistakes
+    notes: tuple[str, ...] = field(default=())  # how its trainer's layout was translated
+    storage: str = ""  # how the file stores the weights; empty: as plain numbers
 
     @property
     def version(self) -> str | None:
@@ -77,8 +77,8 @@ def _warnings(files: DrafterFiles, as_written: dict[str, Any], config: DrafterCo
     warnings = []
     if config.max_positions == TEMPLATE_MAX_POSITIONS:
         warnings.append(
-            f"max_position_embeddings is {TEMPLATE_MAX_POSITIONS}, a template's value: drafts past that position are "
-            "poor or refused by servers; set it to the length it was trained for"
+            f"max_position_embeddings is {TEMPLATE_MAX_POSITIONS}, the default of training templates: drafts past that "
+            "position are poor or refused by servers; set it to the length it was trained for"
         )
     elif target is not None and config.max_positions < target.max_positions:
         warnings.append(f"max_position_embeddings {config.max_positions} is below the target's {target.max_positions}")
@@ -89,21 +89,21 @@ def _warnings(files: DrafterFiles, as_written: dict[str, Any], config: DrafterCo
     nested = as_written.get("eagle_config") or {}
     hidden = [flag for flag in ("fc_norm", "norm_output") if nested.get(flag) and as_written.get(flag) is None]
     if hidden:
-        warnings.append(f"{' and '.join(hidden)} only inside eagle_config, where vLLM does not look: `fledge import` it")
+        warnings.append(f"{' and '.join(hidden)} only inside eagle_config, which vLLM does not read: `fledge import` it")
     if QK_NORM_ARCHITECTURE in (as_written.get("architectures") or ()) and not config.qk_norm:
         warnings.append(
             f"architecture {QK_NORM_ARCHITECTURE} without norms on queries and keys: read as a Llama drafter here, but vLLM "
-            "0.32 norms them all the same: `fledge import` it"
+            "0.32 norms them anyway: `fledge import` it"
         )
     if config.mla is not None and as_written.get("model_type") == "deepseek_v3":
         warnings.append(
-            "model_type deepseek_v3: vLLM 0.32 takes such a drafter for DeepSeek's own prediction layers and does not load it: "
+            "model_type deepseek_v3: vLLM 0.32 mistakes such a drafter for DeepSeek's own MTP layers and does not load it: "
             "`fledge import` it"
         )
     d2t = files.tensors.get("d2t")
     if config.draft_vocab_size < config.vocab_size and d2t is not None and not d2t.any():
         warnings.append(
             f"d2t is all zero: the draft vocabulary is the target's first {config.draft_vocab_size} tokens, "
-            "which is rarely meant; a map that was never filled looks like this"
+            "which is rarely intended; probably the map was never filled"
         )
     return warnings

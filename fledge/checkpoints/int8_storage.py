@@ -1,12 +1,12 @@
-"""A drafter's matrices stored in 8 bits: half the size of bf16, for drafters that ship inside a package.
+"""Stores a drafter's matrices in 8 bits: half the size of bf16, for drafters that ship inside a package.
 
-    NAME         int8 [O, I]       8 bits, symmetric, `kernels.quantization` says how they are rounded
-    NAME_scale   fp16 [O, I / 32]  one a group of 32 neighbouring inputs
+    NAME         int8 [O, I]       codes, symmetric; rounded as in `kernels.quantization`
+    NAME_scale   fp16 [O, I / 32]  one scale per group of 32 adjacent inputs
 
-The drafter that is meant has the values code * scale rounded to config.json's `torch_dtype`, wherever it is read: what Fledge
-serves, and what `fledge export` writes for other servers, are the same bits. Norms, biases, vocabulary maps, and matrices whose
-inputs are no multiple of 32 stay as they are. `quantization_config` carries a method that no other server knows, so that one
-that is given the folder refuses it instead of reading codes as weights.
+A weight is code * scale, rounded to config.json's `torch_dtype`, everywhere: Fledge serves and `fledge export` writes the same
+bits. Norms, biases, vocabulary maps, and matrices whose number of inputs is not a multiple of 32 are stored unchanged.
+`quantization_config` names a method that no other server knows, so that other servers refuse the folder instead of reading
+codes as weights.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_stored(config: Mapping[str, Any]) -> bool:
 
 
 def store(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A plain drafter's config.json and tensors -> those of the same drafter in 8 bits."""
+    """config.json and tensors of a plain drafter -> those of the same drafter in 8 bits."""
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.ndim == 2 and tensor.is_floating_point() and tensor.shape[1] % GROUP_SIZE == 0:
@@ -44,7 +44,7 @@ def store(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dic
 
 
 def restore(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`store` undone: plain weights in the type that config.json names."""
+    """The inverse of `store`: plain weights in the type that config.json names."""
     if (dtype := DTYPES.get(str(config.get("torch_dtype")))) is None:
         raise ModelError(f"8-bit drafter: torch_dtype {shown(config.get('torch_dtype'))} must be one of {', '.join(DTYPES)}")
     plain = {}

@@ -1,13 +1,13 @@
-"""How the files of a family name and keep what a decoder calls its parameters.
+"""Maps the decoder's parameters to the tensors in the files of each family, and converts between them.
 
-The network fuses q, k, v and gate, up; most files keep them apart. What else differs:
+The network fuses q, k, v and gate, up; most files store them separately. Other differences:
 
-    experts        Mixtral's names; Qwen2-MoE's shared gate is the router's last output here
-    Gemma 3        norms around attention and MLP, whose weights the file keeps less one; the scale of scores is part of the
-                   query norm
-    Phi-3          fused as here; of a head only the first part is rotated. Heads are reordered, so that what is rotated
-                   together lies half a head apart, as in all others: products of queries and keys do not see it
-    GLM-4          gate and up fused as here; heads are reordered as Phi's, for neighbours are rotated together
+    experts        Mixtral has its own names; Qwen2-MoE's shared gate is the router's last output in the network
+    Gemma 3        norms around attention and MLP, whose weights the file stores minus one; the scale of scores is folded into
+                   the query norm
+    Phi-3          fused like the network; only the first part of a head is rotated. Heads are reordered so that rotated pairs
+                   lie half a head apart, as in the other families; the products of queries and keys do not change
+    GLM-4          gate and up fused like the network; heads are reordered like Phi's, because adjacent dimensions are rotated
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fledge.config import ModelConfig
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2", ".mlp.": ".block_sparse_moe."}
-# Norms around attention and MLP: our name, and the file's.
+# Norms around attention and MLP: the network's name -> the file's.
 NORMS = {
     "Gemma3ForCausalLM": {
         "attention_output_norm": "post_attention_layernorm",
@@ -35,6 +35,8 @@ NORM = re.compile(r"norm\.weight$")
 
 
 class Layout:
+    """The mapping between a model's parameters and the tensors in its files."""
+
     def __init__(self, config: ModelConfig) -> None:
         self.config = config
 
@@ -56,7 +58,7 @@ class Layout:
         return names
 
     def join(self, parameter: str, parts: Sequence[Tensor]) -> Tensor:
-        """The parameter of the network, from its tensors in the file."""
+        """Makes a parameter of the network from its tensors in the file."""
         value = parts[0] if len(parts) == 1 else torch.cat(list(parts))
         if self.config.unit_norms and NORM.search(parameter):
             value = 1 + value.float()
@@ -65,7 +67,7 @@ class Layout:
         return value if order is None else value[order.to(value.device)]
 
     def split(self, parameter: str, value: Tensor) -> Sequence[Tensor]:
-        """The other way round; shapes alone too."""
+        """The inverse of `join`; also works on meta tensors."""
         config = self.config
         order = self.head_order(parameter)
         if order is not None and not value.is_meta:
@@ -86,11 +88,14 @@ class Layout:
         return any(f".{name}." in parameter for name in self.config.fused_files)
 
     def is_exact(self, parameter: str) -> bool:
-        """Whether it stays in fp32 whatever the network's type."""
+        """Whether the parameter stays in fp32 regardless of the network's type."""
         return self.config.unit_norms and NORM.search(parameter) is not None
 
     def head_order(self, parameter: str) -> Tensor | None:
-        """The file's row for each of ours, where only a part of a head is rotated, or neighbours are together."""
+        """For each row of the network's qkv_proj its row in the file; None: the same order.
+
+        They differ if only a part of a head is rotated, or adjacent dimensions are rotated as pairs.
+        """
         config = self.config
         if ".qkv_proj." not in parameter or (config.rotary_dim == config.head_dim and not config.interleaved):
             return None
@@ -105,7 +110,7 @@ class Layout:
 
 
 def file_names(parameter: str) -> list[str]:
-    """As Llama's files name them."""
+    """The tensors that make up a parameter, as Llama's files name them."""
     for fused, parts in FUSED.items():
         if f".{fused}." in parameter:
             return [_prefixed(parameter.replace(fused, part)) for part in parts]

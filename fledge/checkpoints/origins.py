@@ -1,17 +1,17 @@
-"""Who laid a checkpoint out, and how to read it as the raw layout: each trainer has its own names and habits.
+"""Recognises which trainer wrote a checkpoint and translates it to the raw layout.
 
-| origin      | known by                           | habit                                                      |
+| origin      | recognised by                      | differences                                                |
 |-------------|------------------------------------|------------------------------------------------------------|
-| speculators | `speculators_model_type`           | own config.json; norm_before_residual is true when unsaid  |
+| speculators | `speculators_model_type`           | own config.json; norm_before_residual is true if missing   |
 | SafeAILab   | architecture LlamaForCausalLM      | pickled weights, `midlayer`, no layer ids: (2, L//2, L-3)  |
 | TorchSpec   | `_torchspec_version`               | embedding included; layer ids count outputs                |
 | NeMo        | names begin with `model.`          | `model.layers.0`, embedding included                       |
 | SpecForge   | layer ids inside `eagle_config`    | layer ids count outputs: their 1 is our 2                  |
 | AngelSlim   | Eagle3LlamaForCausalLM, `midlayer` | embedding and vocabulary maps included, no layer ids       |
 
-Two conventions of layer ids live side by side. Ours (and vLLM's): i is the residual stream after i layers. Theirs: i is
-the output of layer i counted from zero, so one less for the same state. Nobody taps so low as after the first layer: a
-first id of 1 gives theirs away (SGLang decides so too). It is heeded only where the origin is known to count so.
+There are two conventions for layer ids. Ours (and vLLM's): i is the residual stream after i layers. Theirs: i is the output of
+layer i counted from zero, so one less for the same state. Nobody taps the state after the first layer, so a first id of 1 means
+their convention (SGLang decides the same way). It is applied only to origins that are known to count outputs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fledge.checkpoints.drafter_files import DrafterFiles
 from fledge.config_checks import architecture_of, mapping
 from fledge.errors import ModelError
 
-# Computed, not learned, or the training's bookkeeping: nothing is lost without them.
+# Computed buffers, which are not needed.
 _HARMLESS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _PREFIXES = ("draft_model.", "model.")
 _RENAMED = {
@@ -43,7 +43,7 @@ _COUNT_OUTPUTS = ("SpecForge", "TorchSpec", "NeMo")
 
 
 def canonical(files: DrafterFiles) -> DrafterFiles:
-    """The same checkpoint under the raw layout's names and keys; `notes` tells what was translated."""
+    """The checkpoint with the raw layout's names and keys; its `notes` say what was translated."""
     config, notes = dict(files.config), list(files.notes)
     origin = recognise(config, files.tensors)
     if origin == "speculators":
@@ -60,6 +60,7 @@ def canonical(files: DrafterFiles) -> DrafterFiles:
 
 
 def recognise(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """The origin of a checkpoint, as in the table above; `raw` if none matches."""
     architecture = architecture_of(config)
     eagle_config = mapping(config, "eagle_config")
     if speculators.is_speculators(config):
@@ -93,14 +94,14 @@ def _renamed(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
             clashes.append(name)
         result[fresh] = tensor
     if clashes:
-        raise ModelError(f"tensors that are there twice under different names: {', '.join(clashes[:8])}")
+        raise ModelError(f"tensors that occur twice under different names: {', '.join(clashes[:8])}")
     if any(name.startswith(_PREFIXES) for name in tensors):
         notes.append("tensor names had a prefix (model. or draft_model.), which vLLM does not load")
     return result
 
 
 def _rename_flag(config: dict[str, Any], notes: list[str]) -> None:
-    """`use_aux_norm` is what SGLang called fc_norm before EAGLE 3.1 named it."""
+    """Renames `use_aux_norm`, SGLang's name of fc_norm before EAGLE 3.1."""
     for place in (config, config.get("eagle_config") or {}):
         if place.get("use_aux_norm") is None:
             continue
@@ -114,7 +115,7 @@ def _rename_flag(config: dict[str, Any], notes: list[str]) -> None:
 def _shift_layer_ids(config: dict[str, Any], notes: list[str], origin: str) -> None:
     top, nested = named_layers(config)
     if top and nested and top != nested:
-        return  # a conflict, refused where the configuration is read
+        return  # a conflict, which `parse_config` reports
     ids = top or nested
     if ids[:1] != [1]:
         return
@@ -125,6 +126,6 @@ def _shift_layer_ids(config: dict[str, Any], notes: list[str], origin: str) -> N
 
 
 def rebuilt_d2t(t2d: Tensor) -> Tensor:
-    """Offsets from the mask alone: every known trainer numbers its draft ids in the order of the target's."""
+    """d2t from the mask t2d: every known trainer numbers its draft ids in the order of the target's ids."""
     targets = t2d.to(torch.bool).nonzero().flatten()
     return targets - torch.arange(len(targets))

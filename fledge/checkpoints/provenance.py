@@ -1,4 +1,4 @@
-"""What a drafter's folder says of its training: `provenance.json`. No torch: the server's HTTP processes read it too."""
+"""Reads `provenance.json`, the record of a drafter's training. Imports no torch: the server's HTTP processes read it too."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FILE = "provenance.json"
 
 @dataclass(frozen=True)
 class Provenance:
-    """The whole record, and what others ask of it; None: it does not say."""
+    """The record of a drafter's training. Properties are None where the record has no such value."""
 
     record: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, folder: Path) -> Provenance:
-        """Of a drafter's folder; empty where nothing is there, or nothing that can be read."""
+        """Reads the record of a drafter's folder; empty if it is missing or cannot be read."""
         try:
             record = json.loads((folder / FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -32,13 +32,13 @@ class Provenance:
 
     @property
     def coverage(self) -> float | None:
-        """The share of its training answers' tokens that the draft vocabulary has."""
+        """The fraction of the training answers' tokens that are in the draft vocabulary."""
         found = self._number("draft_vocabulary", "coverage")
         return None if found is None else min(found, 1.0)
 
     @property
     def trained_on(self) -> str:
-        """For people: the target and the amount of data that the drafter was trained with."""
+        """The target and the amount of training data, as text for reports."""
         conversations, tokens = self._number("data", "conversations"), self._number("data", "tokens")
         amount = "" if conversations is None or tokens is None else f" in {conversations:,} conversations of {tokens:,} tokens"
         target = str(self.record.get("target", "an unknown target"))

@@ -1,6 +1,6 @@
-"""`quantization_config` of config.json: how a checkpoint's weights are quantised.
+"""Reads `quantization_config` of config.json, which says how a checkpoint's weights are quantised.
 
-It is read strictly: what would change the weights and is not known is refused by its key.
+Strict: an unknown setting that would change the weights is refused, with an error that names its key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from fledge.config_checks import mapping, shown, whole_number
 from fledge.errors import ModelError
 
-# For people: what is read, by `quant_method`.
+# `quant_method` -> what is supported of it, shown in docs.
 METHODS = {
     "compressed-tensors": "pack-quantized (int4, int8), int-quantized (int8), float-quantized (FP8)",
     "fp8": "e4m3; a scale per tensor, per output or per block",
@@ -34,12 +34,12 @@ class Scheme:
     block: tuple[int, int] | None = None
     zeros_less_one: bool = False
     has_zeros: bool = False
-    group_size: int | None = None  # inputs a scale; -1: all of them; None: not said
-    act_order: bool = False  # the inputs of a group may lie anywhere
+    group_size: int | None = None  # inputs per scale; -1: all inputs; None: not given
+    act_order: bool = False  # the inputs of a group need not be adjacent
 
     @property
     def format(self) -> str:
-        """Of kernels that read such weights."""
+        """The weight format of the kernels: fp8, int4 or int8."""
         return "fp8" if self.layout == "fp8" else f"int{self.bits}"
 
     @property
@@ -49,15 +49,15 @@ class Scheme:
 
     @property
     def marker(self) -> tuple[str, ...]:
-        """A tensor that every quantised linear has one of."""
+        """Names of tensors of which every quantised linear has one."""
         packed = {"awq": ("qweight",), "gptq": ("qweight",), "packed": ("weight_packed",)}
         return packed.get(self.layout, ("weight_scale", "weight_scale_inv"))
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
-    """From config.json; None: the weights are plain."""
+    """The scheme that config.json describes; None: the weights are plain."""
     asked = mapping(config, "quantization_config")
-    if not asked and (asked := mapping(config, "compression_config")):  # of early compressed-tensors
+    if not asked and (asked := mapping(config, "compression_config")):  # the key of early compressed-tensors
         asked.setdefault("quant_method", "compressed-tensors")
     if not asked:
         return None
@@ -70,7 +70,7 @@ def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
 
 
 def _must(asked: Mapping[str, Any], key: str, *allowed: Any) -> Any:
-    """The first of `allowed` is the default."""
+    """The value of `key`, which must be in `allowed`; the first of these is the default."""
     value = asked.get(key, allowed[0])
     if value not in allowed:
         known = ", ".join(map(str, allowed))
@@ -98,7 +98,7 @@ def _gptq(asked: Mapping[str, Any]) -> Scheme:
     bits = int(_must(asked, "bits", 4, 8))
     _must(asked, "pack_dtype", "int32")
     version = _must(asked, "checkpoint_format", "gptq", "gptq_v2", None, "")
-    # Modules that stay plain ("-:") show in the file; others would have bits or groups of their own.
+    # Modules that stay plain ("-:") are recognised by their tensors; other entries would give a module its own bits or groups.
     if changed := [name for name in mapping(asked, "dynamic") if not name.startswith("-:")]:
         raise ModelError(f"quantization_config: dynamic {shown(changed[0])} (bits by module) is not supported")
     less_one, order = version != "gptq_v2", bool(asked.get("desc_act"))
@@ -106,12 +106,12 @@ def _gptq(asked: Mapping[str, Any]) -> Scheme:
 
 
 def _auto_round(asked: Mapping[str, Any]) -> Scheme:
-    """Intel's: the tensors of AutoGPTQ or AutoAWQ, by `packing_format`."""
+    """Intel's AutoRound: tensors as in AutoGPTQ or AutoAWQ, depending on `packing_format`."""
     packing = _must(asked, "packing_format", "auto_round:auto_gptq", "auto_round:auto_awq")
     _must(asked, "data_type", "int")
     for name, own in mapping(asked, "extra_config").items():
         bits = own.get("bits", asked.get("bits")) if isinstance(own, Mapping) else own
-        if bits != asked.get("bits") and bits != 16:  # 16: it stays plain
+        if bits != asked.get("bits") and bits != 16:  # 16: the module stays plain
             raise ModelError(f"quantization_config: extra_config {shown(name)} (bits by module) is not supported")
     read = _gptq if packing.endswith("gptq") else _awq
     return replace(read({key: asked[key] for key in ("bits", "group_size") if key in asked}), method="auto-round")
@@ -149,7 +149,7 @@ def _compressed(asked: Mapping[str, Any]) -> Scheme:
             raise ModelError(f"quantization_config: {key} is not supported")
     groups = list(mapping(asked, "config_groups").values())
     if all(isinstance(group, Mapping) for group in groups):
-        groups = [group for group in groups if group.get("weights", {}) is not None]  # others quantise activations alone
+        groups = [group for group in groups if group.get("weights", {}) is not None]  # others quantise only activations
     if not groups or not all(isinstance(group, Mapping) for group in groups):
         raise ModelError("quantization_config: config_groups must describe at least one group of linears")
     schemes = {_compressed_group(group, group.get("format") or asked.get("format")) for group in groups}

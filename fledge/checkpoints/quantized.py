@@ -1,10 +1,9 @@
-"""Checkpoints that are quantised already: their tensors, and their linears as modules of a decoder.
+"""Reads quantised checkpoints: their tensors, and their linears as modules of a decoder.
 
-`quantization_config` says in which layout the tensors are.
+`quantization_config` gives the layout of the tensors; which linears are quantised follows from the names of the tensors.
+Layouts: `kernels.formats.packed_int` and `kernels.formats.fp8`.
 
-Which linears are quantised is read off the tensors. Layouts: `kernels.formats.packed_int` and `kernels.formats.fp8`.
-
-Kernels read some of these formats as they are (`KEPT`). The others become plain weights once, when they are loaded.
+Kernels can use some of these formats directly (`KEPT`). The others are converted to plain weights at load.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from fledge.kernels.quantization import GROUP_SIZE, QuantizedLinear, QuantizedWe
 from fledge.models.decoder import Decoder
 
 PackedWeight = IntWeight | Fp8Weight
-# What kernels read as it is, by device. What no such format holds exactly becomes plain weights too.
+# Formats that kernels use directly, by device. Weights that such a format cannot represent exactly become plain too.
 KEPT = {"cpu": frozenset({"int4", "int8"}), "cuda": frozenset({"int4", "int8", "fp8"})}
-# Scales of activations and caches: both stay unquantised here.
+# Scales of activations and caches, which Fledge does not quantise.
 OF_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale", "activation_scale",
                   "input_scale_ub")  # fmt: skip
 
@@ -43,7 +42,7 @@ class PackedTensors:
         return any(self._name(weight, part) in self.reader.shapes for part in self.scheme.marker)
 
     def expected(self, plain: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of all tensors, from those of the plain checkpoint. Of a shape that may differ, the one found."""
+        """Names and shapes of all tensors, from the plain checkpoint's. Where several shapes are valid, the one found."""
         expected: dict[str, tuple[int, ...]] = {}
         for name, shape in plain.items():
             if name.endswith(".weight") and len(shape) == 2 and self.has(name):
@@ -53,14 +52,14 @@ class PackedTensors:
         return expected
 
     def bits(self, weight: str, inputs: int) -> float:
-        """A weight's own and its part of scales and offsets, at most."""
+        """Bits per weight, with its share of scales and offsets; an upper bound."""
         if self.scheme.layout == "fp8":
             return 8 + 32 / (self.scheme.block[1] if self.scheme.block else inputs)
         groups = {"awq": ("scales", 0), "gptq": ("scales", 0), "packed": ("weight_scale", 1)}.get(self.scheme.layout)
         return self.scheme.bits + 48 * (1 if groups is None else self._groups(weight, *groups, inputs)) / inputs
 
     def ignored(self, name: str) -> bool:
-        """A tensor that no network of ours has, and that changes nothing: AutoGPTQ wrote biases of zeros for all linears."""
+        """Whether a tensor can be ignored: scales of activations, and the zero biases that AutoGPTQ writes for all linears."""
         owner, _, part = name.rpartition(".")
         if part == "bias" and f"{owner}.qweight" in self.reader.shapes:
             return not self.reader.read(name).any()
@@ -85,7 +84,7 @@ class PackedTensors:
         codes, scale = parts["weight"], parts["weight_scale" if "weight_scale" in parts else "weight_scale_inv"]
         wanted = torch.int8 if layout == "int8" else torch.float8_e4m3fn
         if codes.dtype != wanted:
-            raise ModelError(f"{weight}: is {codes.dtype}, and quantization_config says {wanted}")
+            raise ModelError(f"{weight}: is {codes.dtype}, but quantization_config says {wanted}")
         if layout == "int8":
             wide = scale.reshape(-1, 1).expand(shape[0], 1).contiguous()
             return IntWeight(codes.to(torch.int16), torch.zeros(wide.shape, dtype=torch.int16), wide, 8)
@@ -106,7 +105,7 @@ class PackedTensors:
         return next(name for part in self.scheme.marker if (name := self._name(weight, part)) in self.reader.shapes)
 
     def _parts(self, weight: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
-        """The tensors of one linear. Group sizes are read off the scales."""
+        """Names and shapes of one linear's tensors. Group sizes follow from the shape of the scales."""
         layout, shapes, per_word = self.scheme.layout, self.reader.shapes, 32 // self.scheme.bits
         if layout in ("awq", "gptq"):
             groups = self._groups(weight, "scales", 0, inputs)
@@ -140,11 +139,11 @@ class PackedTensors:
         shape = self.reader.shapes.get(self._name(weight, part), ())
         groups = shape[dim] if len(shape) == 2 else 0
         if groups < 1 or inputs % groups:
-            raise ModelError(f"{self._name(weight, part)}: {list(shape)} does not cut {inputs} inputs into groups")
+            raise ModelError(f"{self._name(weight, part)}: {list(shape)} does not divide {inputs} inputs into groups")
         size = self.scheme.group_size
         if size is not None and groups != (1 if size == -1 else -(-inputs // size)):
             raise ModelError(
-                f"{self._name(weight, part)}: cuts {inputs} inputs into groups of {inputs // groups}, and quantization_config "
+                f"{self._name(weight, part)}: {inputs} inputs are in groups of {inputs // groups}, but quantization_config "
                 f"says group_size {size}"
             )
         return groups
@@ -158,22 +157,22 @@ class PackedTensors:
 
 
 def may_keep(owner: str, format: str, keep: Collection[str], device: torch.device, *, has_order: bool) -> bool:
-    """Whether a linear stays in a format, where that holds it exactly. On a GPU head and experts read their inputs in order."""
+    """Whether a linear may stay quantised if its format is exact. On a GPU, head and experts cannot have act-order."""
     reads_in_order = device.type == "cuda" and (owner == "lm_head" or ".experts." in owner)
     return format in keep and not (has_order and reads_in_order)
 
 
 class PackedLinears:
-    """Collects the linears of a decoder while its other parameters are read."""
+    """Collects the quantised linears of a decoder while its other parameters are read."""
 
     def __init__(self, decoder: Decoder, keep: Collection[str], dtype: torch.dtype, device: str | torch.device) -> None:
-        """`keep`: names of formats; see `KEPT`."""
+        """`keep`: formats that stay quantised; see `KEPT`."""
         self.decoder, self.keep, self.dtype, self.device = decoder, keep, dtype, torch.device(device)
         self.kept: dict[str, tuple[QuantizedWeight, Tensor | None]] = {}
         self.counts: Counter[str] = Counter()
 
     def add(self, parameter: str, parts: Sequence[PackedWeight], rows: Tensor | None) -> None:
-        """`rows`: the order of the outputs, where the network's is another."""
+        """Adds one linear, made of `parts`. `rows`: the file's row for each output, if the network has another order."""
         owner = parameter.rpartition(".")[0]
         weight = merged(parts)
         if weight is not None and rows is not None:
@@ -204,19 +203,19 @@ class PackedLinears:
         return may_keep(owner, format, self.keep, self.device, has_order=order is not None)
 
     def finished(self, owner: str, linear: nn.Linear) -> nn.Linear | QuantizedLinear:
-        """A linear of which all parameters are read: the quantised one that was kept of it, or itself."""
+        """The module to use once all parameters of a linear are read: the kept quantised one, or the linear itself."""
         if owner not in self.kept:
             return linear
         weight, order = self.kept.pop(owner)
         return QuantizedLinear(weight, linear.bias, None if order is None else order.to(self.device))
 
     def summary(self) -> str:
-        """For people."""
+        """How many linears were kept or dequantised, as text for the log."""
         return ", ".join(f"{count} linears {how}" for how, count in self.counts.items()) or "no quantised linear in it"
 
 
 def merged(parts: Sequence[PackedWeight]) -> PackedWeight | None:
-    """The outputs of several linears as one; None where their formats differ."""
+    """Several linears joined along their outputs; None if their formats differ."""
     first = parts[0]
     if len(parts) == 1:
         return first

@@ -1,6 +1,7 @@
-"""The speculators layout: the draft layer's settings in `transformer_layer_config`, flags beside it, verifier named.
+"""Reads and writes the speculators layout.
 
-Tensors are those of the raw layout with `layers.0` for `midlayer`.
+config.json has the draft layer's settings in `transformer_layer_config`, the flags at top level, and the verifier's name.
+Tensors are those of the raw layout, with `layers.0` instead of `midlayer`.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from fledge.checkpoints.drafter_files import write_drafter_files
 from fledge.errors import ModelError
 from fledge.models.drafter import EagleDrafter
 
-# The drafters that this format's `transformer_layer_config.model_type` may ask for.
+# `transformer_layer_config.model_type` -> architecture of the raw layout
 _ARCHITECTURES = {"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}
-# Copies of the verifier's own weights that some versions leave in the file.
+# Copies of the verifier's weights that some versions write into the file.
 _VERIFIER_TENSORS = ("verifier_norm.weight", "verifier_lm_head.weight")
 
 
@@ -29,7 +30,7 @@ def is_speculators(config: Mapping[str, Any]) -> bool:
 
 
 def raw_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings under the raw layout's keys."""
+    """The settings of a speculators config.json under the raw layout's keys."""
     kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
     if kind != "eagle3":
         raise ModelError(f"speculators model type {kind!r} is not supported; supported: eagle3")
@@ -41,7 +42,7 @@ def raw_config(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ModelError(f"speculators draft layers of type {layer_type!r} are not supported; supported: {known}")
     raw = {**layer, "architectures": [_ARCHITECTURES[layer_type]], "eagle_config": None}
     raw["draft_vocab_size"] = config.get("draft_vocab_size")
-    # silence means true in this layout, false in the raw one
+    # if missing: true in this layout, false in the raw one
     raw["norm_before_residual"] = config.get("norm_before_residual", True)
     for key in ("fc_norm", "norm_output", "norm_before_fc", LAYER_IDS, "target_hidden_size"):
         if config.get(key) is not None:
@@ -63,7 +64,7 @@ def save_speculators(
     dtype: torch.dtype | None = None,
     texts: dict[str, str] | None = None,
 ) -> Path:
-    """`verifier`: the name or path of the target; vLLM serves it from the drafter's folder alone."""
+    """Writes a drafter in the speculators layout. `verifier`: the target's name or path, from which vLLM loads the target."""
     config = drafter.config
     if config.mla is not None:
         raise ModelError("the speculators layout has no latent attention (MLA): export to vllm or sglang instead")
@@ -73,7 +74,7 @@ def save_speculators(
         "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
         "vocab_size": config.vocab_size,
         **layer_config_to_hf(config),
-        # vLLM takes the number of tapped states from here; silence means three
+        # vLLM reads the number of tapped states here; if missing it assumes three
         "num_aux_hidden_states": len(config.aux_layer_ids),
         "tie_word_embeddings": False,
         "torch_dtype": str(dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""Tensors in a folder: safetensors files, one or sharded with an index, and the JSON files beside them."""
+"""Reads and writes the tensors of a folder (one safetensors file, or shards with an index) and its JSON files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fledge.files import save_tensors, write_json
 
 INDEX = "model.safetensors.index.json"
 MAX_JSON_BYTES = 256 << 20
-SHARD_BYTES = 2 << 30  # also what writing needs of memory
+SHARD_BYTES = 2 << 30  # also the memory that writing needs
 
 
 class TensorReader:
-    """The tensors of all safetensors files of a folder, read one by one from mapped files."""
+    """Reads tensors one by one from a folder's memory-mapped safetensors files."""
 
     def __init__(self, folder: Path, names: Callable[[str], str | None] = lambda name: name) -> None:
-        """`names`: what a tensor is called here, by its name in the file; None: it is not seen."""
+        """`names`: maps a tensor's name in the file to the name used here; None: the tensor is skipped."""
         self.folder, self._names = folder, names
         self._stack = ExitStack()
         self._owners: dict[str, Any] = {}
@@ -52,14 +52,14 @@ class TensorReader:
             raise ModelError(f"{self.folder}: tensor {name} cannot be read ({error}); fetch the model again") from None
 
     def _files(self) -> Iterator[tuple[Path, list[str] | None]]:
-        """Each file with the tensors the index expects in it (None: whatever it holds)."""
+        """Yields each file with the tensors that the index expects in it (None: no index)."""
         index = self.folder / INDEX
         if index.exists():
             yield from ((self.folder / file, names) for file, names in sorted(read_index(index).items()))
             return
         single = self.folder / "model.safetensors"
         files = [single] if single.exists() else sorted(self.folder.glob("*.safetensors"))
-        files = [file for file in files if not file.name.startswith("consolidated")]  # Mistral's own second copy
+        files = [file for file in files if not file.name.startswith("consolidated")]  # a second copy in Mistral's format
         if not files:
             pickled = any(self.folder.glob("pytorch_model*.bin"))
             hint = "it has only pickled weights: convert them to safetensors" if pickled else "fetch the model again"
@@ -69,7 +69,7 @@ class TensorReader:
     def _open(self, file: Path, wanted: Sequence[str] | None) -> None:
         if not file.exists():
             raise ModelError(f"{file}: named by the index but missing; fetch the model again")
-        if not file.is_file():  # a pipe would be waited for, for ever
+        if not file.is_file():  # reading a pipe would block forever
             raise ModelError(f"{file}: not a plain file; fetch the model again")
         try:
             opened = self._stack.enter_context(safe_open(file, framework="pt"))
@@ -85,9 +85,9 @@ class TensorReader:
 
 
 class ShapesOnly(TorchFunctionMode):
-    """Within it networks are made without memory or initial values, to be filled from a file.
+    """A context in which networks are built without memory or initial values, to be filled from a file.
 
-    `torch.device("meta")` does the same, but imports torch's compiler for it: 2 s and 130 MB.
+    `torch.device("meta")` does the same, but imports torch's compiler, which costs 2 s and 130 MB.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -101,7 +101,7 @@ class ShapesOnly(TorchFunctionMode):
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        if path.exists() and not path.is_file():  # a pipe would be waited for, for ever
+        if path.exists() and not path.is_file():  # reading a pipe would block forever
             raise ModelError(f"{path}: not a plain file; fetch the model again")
         if path.exists() and path.stat().st_size > MAX_JSON_BYTES:
             raise ModelError(f"{path}: larger than {MAX_JSON_BYTES >> 20} MiB; fetch the model again")
@@ -118,7 +118,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_index(index: Path) -> dict[str, list[str]]:
-    """The tensors of each file of a sharded checkpoint."""
+    """The names of the tensors in each file of a sharded checkpoint."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: no weight_map in it; fetch the model again")
@@ -131,7 +131,7 @@ def read_index(index: Path) -> dict[str, list[str]]:
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes as the tensors come: one `model.safetensors`, or shards with an index. The index (or file) goes last."""
+    """Writes tensors as they arrive: one `model.safetensors`, or shards with an index. The index (or file) is written last."""
     shards: list[list[str]] = []
     pending: dict[str, Tensor] = {}
     total = 0
@@ -160,4 +160,5 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
 
 
 def listed(names: Sequence[str], most: int = 6) -> str:
+    """The first `most` names as text, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""`fledge bench`: speculation against plain decoding, and against other engines, on the same prompts."""
+"""`fledge bench`: compares speculation with plain decoding and with other engines, on the same prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bench(
     depth: Annotated[str, typer.Option(help="Speculation depths: a list such as 3,5, or auto.")] = "5",
     adaptive: Annotated[
         bool,
-        typer.Option("--adaptive", help="--depth is the maximum, as in serving: less under load. Default: fixed depth."),
+        typer.Option("--adaptive", help="--depth is the maximum, as in serving: lower under load. Default: fixed depth."),
     ] = False,
     tree: Annotated[bool, typer.Option("--tree", help="Measure draft trees as well as chains.")] = False,
     tree_width: options.TreeWidth = 4,
@@ -29,7 +29,7 @@ def bench(
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the fastest run of each case counts.")] = 1,
-    raw: Annotated[bool, typer.Option("--raw", help="Prompts as they are, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Send prompts unchanged, without the chat template.")] = False,
     baseline: Annotated[
         str, typer.Option(help="Other engines to run: transformers, vllm, llama_cpp, or several with commas.")
     ] = "",
@@ -44,7 +44,7 @@ def bench(
     kv_cache_dtype: options.KvCacheDtype = "auto",
     deterministic: options.Deterministic = False,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Print which kernel each linear takes, and measure nothing.")
+        bool, typer.Option("--kernels", help="Print which kernel each linear uses, and measure nothing.")
     ] = False,
     as_json: options.Json = False,
 ) -> None:
@@ -97,7 +97,7 @@ def bench(
             threads=threads,
             max_model_len=max_model_len,
             max_num_seqs=max(at_once),
-            prefix_caching=False,  # the prompts come again in every run
+            prefix_caching=False,  # every run has the same prompts
             deterministic=deterministic,
         )
         loaded = Bench(model, config, items, max_tokens, raw=raw)
@@ -111,7 +111,7 @@ def bench(
             repeats=repeats,
             on_progress=shown.show,
         )
-        files = write(figures, out) if out is not None else []  # before other engines run, which may take long or fail
+        files = write(figures, out) if out is not None else []  # written before other engines run, as these may fail
         if names:
             shown.unit = "engines"
             figures["baselines"] = baselines(

@@ -1,4 +1,4 @@
-"""`fledge bench-serve`: load on a running server, ours or any other."""
+"""`fledge bench-serve`: measures any running OpenAI-compatible server under load."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from fledge.cli import options
 
 def bench_serve(
     url: Annotated[str, typer.Argument(help="Where the server is, such as http://localhost:8000.")],
-    data: Annotated[str, typer.Option(help="Prompts: a JSONL file, a text file with one a line, or 'builtin'.")],
+    data: Annotated[str, typer.Option(help="Prompts: a JSONL file, a text file with one per line, or 'builtin'.")],
     concurrency: Annotated[str, typer.Option(help="Concurrent requests: levels, run one after the other.")] = "1,4,16",
     request_rate: Annotated[float | None, typer.Option(help="Requests per second, at random times (Poisson).")] = None,
     num_prompts: Annotated[int, typer.Option(min=0, help="Prompts per level; 0: all.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Answers of full length, if the server can.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Answers of full length, if the server supports it.")
+    ] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Also measure without speculation, on a Fledge server.")] = False,
     processes: Annotated[
         int, typer.Option(min=0, help="Client processes; 0: one per 16 users, at most half of the cores.")
     ] = 0,
-    model: Annotated[str | None, typer.Option(help="Name to ask for; the server's first by default.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name in requests. Default: the first that the server lists.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write all figures to this JSON file.")] = None,
     picture: Annotated[Path | None, typer.Option("--png", help="Draw throughput against speed per user.")] = None,

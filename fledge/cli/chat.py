@@ -80,7 +80,7 @@ def chat(
             messages.pop()
             print("\n[stopped]", file=sys.stderr)
             continue
-        except RequestError as error:  # most likely the conversation outgrew the context
+        except RequestError as error:  # usually the conversation has become longer than the context
             messages.pop()
             print(f"[{error}; /reset starts over]", file=sys.stderr)
             continue

@@ -1,4 +1,4 @@
-"""`fledge conform`: does a server say the same with speculation as without?"""
+"""`fledge conform`: checks that a server gives the same answers with speculation as without."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from fledge.cli import options
 def conform(
     url: Annotated[str, typer.Argument(help="Where the server is, such as http://localhost:8000.")],
     against: Annotated[
-        str | None, typer.Option(help="A server of the same model without speculation; by default the request's own switch.")
+        str | None,
+        typer.Option(help="A server of the same model without speculation. Default: switch it off per request, if possible."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Name to ask for; the server's first by default.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model name in requests. Default: the first that the server lists.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's key.")] = None,
     against_api_key: Annotated[
         str | None, typer.Option(envvar="FLEDGE_AGAINST_API_KEY", help="The other server's key.")

@@ -1,4 +1,4 @@
-"""`fledge demo`: see speculation at work, and that it changes nothing but the speed."""
+"""`fledge demo`: shows what speculation gains, and that the output stays the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fledge.bench.comparison import Comparison
 
-WIDE = 78  # columns of a terminal in which the whole table fits
+WIDE = 78  # terminal columns that the whole table needs
 
 
 def demo(
@@ -47,7 +47,7 @@ def demo(
     from fledge.sampling import SamplingParams
 
     console = Console(quiet=as_json)
-    # Each prompt is decoded twice: the second time should be as much work as the first.
+    # No prefix caching: each prompt is decoded twice, and both runs must do the same work.
     llm = options.load(
         model,
         drafter,
@@ -95,7 +95,7 @@ def demo(
 
 
 def table(results: Sequence[Comparison], max_tokens: int, width: int) -> Table:
-    """A row a prompt and one for all of them. No word is cut: a narrow terminal gets fewer columns."""
+    """One row per prompt and one for all. A narrow terminal gets fewer columns; text is never cut."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""`fledge doctor`: is a drafter's acceptance sane for its target, and if not, why."""
+"""`fledge doctor`: checks whether a drafter's acceptance is normal for its target, and if not, says why."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def doctor(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Draft for a few prompts, as the drafter is and with each known mistake undone; say which one explains low acceptance."""
+    """Draft with the drafter unchanged and with each known mistake undone; say which mistake explains low acceptance."""
     from fledge import progress
     from fledge.bench.doctor import diagnose
 

@@ -1,4 +1,4 @@
-"""`fledge drift`: how far drafters drift, and how well they hold under stress."""
+"""`fledge drift`: measures how far drafters drift, and how acceptance changes under stress."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def drift(
     model: Annotated[str, typer.Argument(help="The target: built-in name, folder, GGUF file or hub id.")],
-    drafter: Annotated[list[str], typer.Option("--drafter", "-d", help="A drafter to look at; give several to compare.")],
+    drafter: Annotated[list[str], typer.Option("--drafter", "-d", help="A drafter to measure; repeat to compare several.")],
     out: Annotated[Path, typer.Option(help="Folder for report.html, report.json and plots.")],
     quick: Annotated[bool, typer.Option("--quick", help="A few prompts of everything: minutes on a CPU.")] = False,
     data: Annotated[str, typer.Option(help="Prompts: 'builtin', a JSONL file or folder, or a hub id.")] = "builtin",
@@ -66,7 +66,7 @@ def drift(
 
 
 def _print(console: Console, figures: dict[str, Any]) -> None:
-    """One screen: the verdicts on each drafter, and its acceptance length in the best and worst condition of each suite."""
+    """Prints the verdicts on each drafter, and its acceptance length in the baseline and worst condition of each suite."""
     from rich.table import Table
 
     from fledge.drift.results import shown_depth, verdict_table

@@ -1,4 +1,4 @@
-"""`fledge export`: a drafter as another server wants it."""
+"""`fledge export`: writes a drafter for another server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def export(
         int, typer.Option("--depth", "--num-draft-tokens", min=1, help="Tokens drafted per step, in the launch command.")
     ] = 3,
     storage: Annotated[
-        str, typer.Option(help="int8: half the size, only --to fledge. Default: plain numbers, in the drafter's own type.")
+        str, typer.Option(help="int8: half the size, only --to fledge. plain: unquantised, in the drafter's own type.")
     ] = "plain",
     as_json: options.Json = False,
 ) -> None:
@@ -58,7 +58,7 @@ def export(
 
 
 def _recorded_target(folder: Path) -> str:
-    """The target that training recorded, as another server can name it; "" for a path, which holds on one machine only."""
+    """The target that training recorded, under a name that other servers know; "" for a path, valid on one machine only."""
     from fledge import drafters
     from fledge.checkpoints.provenance import Provenance
 

@@ -1,4 +1,4 @@
-"""`fledge generate`: one prompt, one answer."""
+"""`fledge generate`: answers one prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def generate(
     min_p: options.MinP = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
     presence_penalty: Annotated[float, typer.Option(help="Lowers tokens that were generated already; 0: off.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="The same, by how often they were generated; 0: off.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="The same, for each time they were generated; 0: off.")] = 0.0,
     stop: options.Stop = None,
     seed: options.Seed = None,
     depth: options.Depth = "auto",
@@ -30,7 +30,7 @@ def generate(
     tree_nodes: options.TreeNodes = 12,
     drift_guard: options.DriftGuard = True,
     system: options.System = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt unchanged, without the chat template.")] = False,
     dtype: options.Dtype = "auto",
     quantization: options.Quantization = "none",
     kv_cache_dtype: options.KvCacheDtype = "auto",
@@ -40,7 +40,7 @@ def generate(
     deterministic: options.Deterministic = False,
     as_json: options.Json = False,
 ) -> None:
-    """Answer one prompt, streaming it; drafted tokens that were accepted are shown in green."""
+    """Answer one prompt and stream the answer; accepted draft tokens are shown in green."""
     from fledge.cli.render import figures, print_delta
     from fledge.errors import RequestError
     from fledge.sampling import SamplingParams

@@ -1,4 +1,4 @@
-"""`fledge import`: another trainer's drafter in the layout that Fledge and vLLM read."""
+"""`fledge import`: converts another trainer's drafter to the layout that Fledge and vLLM read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def import_drafter(
     out: Annotated[str, typer.Argument(help="Folder to write.")],
     model: Annotated[str | None, typer.Option("--model", "-m", help="Its target: checks that the two fit.")] = None,
     layers: Annotated[
-        str | None, typer.Option(help="Overrules the tapped layers: 2,14,25 (0 = embeddings, i = after i layers).")
+        str | None, typer.Option(help="Overrides the tapped layers: 2,14,25 (0 = embeddings, i = after i layers).")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -26,7 +26,7 @@ def import_drafter(
     try:
         layer_ids = tuple(int(part) for part in layers.split(",")) if layers else None
     except ValueError:
-        raise ModelError(f"--layers {layers}: give numbers with commas between, as 2,14,25") from None
+        raise ModelError(f"--layers {layers}: give numbers separated by commas, such as 2,14,25") from None
     folder, notes = convert(drafter, out, target=target_config(model) if model else None, layer_ids=layer_ids)
     if as_json:
         options.print_json({"folder": str(folder), "notes": notes})

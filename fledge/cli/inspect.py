@@ -1,4 +1,4 @@
-"""`fledge inspect`: what a drafter is, and what is wrong with it."""
+"""`fledge inspect`: shows a drafter's settings and the problems in its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fledge learn-report`: what a server with --learn-dir has learnt."""
+"""`fledge learn-report`: shows how acceptance changed on a server with --learn-dir."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `fledge` command: one file per sub-command, imported when it is called."""
+"""The `fledge` command. Each sub-command has its own file, which imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODEL is a folder, a GGUF file, a hub id (org/name) or a built-in name: try
 smollm2-135m. DRAFTER is a folder, a hub id or a name. `fledge models` lists the
 names, `fledge --help` all commands; `fledge COMMAND --help` explains one.
 """
-# Every command keeps to these; a test reads this list.
+# The exit codes of all commands; a test reads this list.
 EXIT_CODES = {
     0: "Done. For a check: it passed",
     1: "Failed. One line on standard error says why and what to do. A traceback is a bug",
@@ -53,7 +53,7 @@ app = typer.Typer(
 
 
 class Command(TyperCommand):
-    """Help without a type beside each switch, where typer writes <bool>."""
+    """A command whose help shows no type for switches, where typer writes <bool>."""
 
     def get_params(self, ctx: Any) -> Any:
         found = super().get_params(ctx)
@@ -115,15 +115,15 @@ def root(context: typer.Context, version: bool = typer.Option(False, "--version"
 
 
 def main() -> None:
-    """A user's mistake is one line on standard error and exit code 1; anything else is a bug and shows its traceback."""
+    """Runs the command. A user error is one line on standard error and exit code 1; other errors are bugs with a traceback."""
     from fledge import progress
     from fledge.errors import UsageError, UserError, printable
     from fledge.files import NO_SPACE
 
-    # The progress bars and warnings of libraries would drown our own output.
+    # Progress bars and warnings of libraries would hide Fledge's own output.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    gc.set_threshold(50_000)  # what is imported stays: looking through it again and again takes a tenth of a second
+    gc.set_threshold(50_000)  # imports create many long-lived objects: scanning them repeatedly takes 0.1 s
     try:
         _register()
         app(prog_name="fledge")

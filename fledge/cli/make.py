@@ -1,4 +1,4 @@
-"""`fledge make`: a drafter for a model, from nothing but the model."""
+"""`fledge make`: makes a drafter for a model; needs nothing but the model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def make(
         typer.Option(help='JSON lines with "turns", "messages" or "prompt"; without it the target writes its own prompts.'),
     ] = None,
     endpoint: Annotated[
-        str | None, typer.Option(help="A vLLM server that runs the target and hands out hidden states (docs/scaling.md).")
+        str | None, typer.Option(help="A vLLM server that runs the target and exports hidden states (docs/scaling.md).")
     ] = None,
     endpoint_states: Annotated[
-        str | None, typer.Option(help="The server's folder of states as seen from here: a folder or a URL.")
+        str | None, typer.Option(help="The server's folder of hidden states, as this machine sees it: a folder or a URL.")
     ] = None,
     decontaminate: Annotated[
         list[Path] | None,
-        typer.Option(help="Files of prompts to evaluate on: what shares 13 words in a row with one is not trained on."),
+        typer.Option(help="Files of evaluation prompts: text that shares 13 words in a row with one is left out of training."),
     ] = None,
     twin: Annotated[
         bool, typer.Option("--twin", help="Also train an EAGLE 3 drafter on the same batches, to compare with.")
@@ -66,7 +66,7 @@ def make(
             log=log,
         )
     except (KeyboardInterrupt, Interrupted):
-        typer.echo(f"interrupted; the same command continues from what {out} holds", err=True)
+        typer.echo(f"interrupted; the same command continues from the files in {out}", err=True)
         raise typer.Exit(130) from None
     if as_json and made is not None:
         options.print_json(asdict(made))

@@ -1,4 +1,4 @@
-"""`fledge models`: what can be named."""
+"""`fledge models`: lists the built-in names of models and drafters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fledge.cli import options
 
 
 def models(as_json: options.Json = False) -> None:
-    """List the models and drafters that can be named, and what else --model and --drafter take."""
+    """List the built-in models and drafters, and what else --model and --drafter accept."""
     from rich.console import Console
     from rich.table import Table
 

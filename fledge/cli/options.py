@@ -1,4 +1,4 @@
-"""Options that several commands share, so that a name means the same everywhere."""
+"""Options shared by several commands, so that a name means the same everywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fledge.llm import LLM
 
 # Exit codes; `fledge --help` and the documentation list them.
-CHECK_FAILED = 3  # the command did its work, and the answer is no
+CHECK_FAILED = 3  # the command worked, but its check did not pass
 Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, folder, GGUF file or hub id.")]
 DrafterName = Annotated[
     str,
@@ -24,7 +24,7 @@ DrafterName = Annotated[
     ),
 ]
 Depth = Annotated[
-    str, typer.Option(help="Tokens drafted per step at most; auto: as many as pay, up to 7 on a CPU and 6 on a GPU.")
+    str, typer.Option(help="Maximum tokens drafted per step; auto: the fastest depth, up to 7 on a CPU and 6 on a GPU.")
 ]
 DriftGuard = Annotated[
     bool,
@@ -46,7 +46,7 @@ Deterministic = Annotated[
     bool,
     typer.Option(
         "--deterministic",
-        help="On a CPU without a C compiler: exact, slower kernels. Refuses --tree. Else no effect: output is exact anyway.",
+        help="On a CPU without a C compiler: exact, slower kernels. Refuses --tree. Elsewhere no effect: output is exact.",
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
@@ -56,7 +56,7 @@ MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", "-t", help="0: greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling.")]
 TopK = Annotated[int, typer.Option(help="0: off.")]
-MinP = Annotated[float, typer.Option(help="Drop tokens below this share of the likeliest one's probability.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this fraction of the most likely token's probability.")]
 RepetitionPenalty = Annotated[float, typer.Option(help="1: off.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
@@ -65,9 +65,9 @@ System = Annotated[str | None, typer.Option("--system", "-s", help="System promp
 
 
 def print_json(content: object) -> None:
-    """One object on standard output. Figures that do not exist (NaN, infinity) are null: JSON has no such numbers."""
+    """Prints one JSON object on standard output. NaN and infinity become null: JSON has no such numbers."""
     text = json.dumps(_finite(content), ensure_ascii=False, default=str)
-    print(text.encode(errors="backslashreplace").decode())  # half a surrogate: as JSON spells it
+    print(text.encode(errors="backslashreplace").decode())  # a lone surrogate becomes its JSON escape
 
 
 def _finite(content: Any) -> Any:
@@ -79,7 +79,7 @@ def _finite(content: Any) -> Any:
 
 
 def numbers(text: str, option: str) -> list[int]:
-    """Of a list such as 1,4; at least one, all positive."""
+    """The numbers of a list such as 1,4; at least one, all positive."""
     from fledge.errors import UserError
 
     try:
@@ -101,7 +101,7 @@ def load(
     tree_nodes: int = 12,
     **settings: Any,
 ) -> LLM:
-    """The model with its drafter. `settings`: those of `LLM`."""
+    """Loads the model with its drafter. `settings`: further parameters of `LLM`."""
     from fledge import sources
 
     sources.check_file(model)
@@ -112,16 +112,19 @@ def load(
 
 
 def say_if_ngram(llm: LLM, model: str, drafter: str) -> None:
-    """On standard error: that `auto` found no drafter."""
+    """Says on standard error that `auto` found no drafter and n-grams are used."""
     from fledge.errors import printable
     from fledge.speculation.methods.ngram import NgramSpeculator
 
     if drafter == "auto" and isinstance(llm.engine.drafter, NgramSpeculator):
-        print(printable(f"[no drafter ships for {model}: n-grams are drafted; --drafter names another]"), file=sys.stderr)
+        print(
+            printable(f"[no drafter ships for {model}: drafting with n-grams; choose a drafter with --drafter]"),
+            file=sys.stderr,
+        )
 
 
 def resolved(llm: LLM) -> dict[str, Any]:
-    """What runs, for --json: "auto" as it was resolved."""
+    """The settings in use, for --json, with "auto" resolved."""
     config, drafter = llm.engine.config, llm.engine.drafter
     return {
         "drafter": "none" if drafter is None else drafter.description,

@@ -1,4 +1,4 @@
-"""`fledge regenerate`: the target answers prompts, its own or given ones, to train a drafter on."""
+"""`fledge regenerate`: the target answers prompts, its own or given ones, as training data for a drafter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def regenerate(
     as_json: options.Json = False,
 ) -> None:
     """Generate training data: the target answers prompts."""
-    started = time.monotonic()  # the report counts everything from here
+    started = time.monotonic()  # the report's time includes the imports below
     from fledge import sources
     from fledge.engine.build import Speculation
     from fledge.engine.offline import answer_generator, is_gpu
@@ -73,7 +73,7 @@ def regenerate(
             started=started,
         )
     except KeyboardInterrupt:
-        typer.echo(f"interrupted; {out} keeps what is finished, and the same command continues", err=True)
+        typer.echo(f"interrupted; {out} has all finished answers, and the same command continues", err=True)
         raise typer.Exit(130) from None
     if as_json:
         speeds = {"tokens_per_second": report.tokens_per_second, "warm_tokens_per_second": report.warm_tokens_per_second}

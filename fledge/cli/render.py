@@ -1,4 +1,4 @@
-"""How answers and figures look in a terminal."""
+"""Prints answers and their figures in a terminal."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from fledge.llm import Completion
 
 GREEN, PLAIN = "\x1b[32m", "\x1b[0m"
-# What moves a terminal's cursor or changes its settings; lines and tabs stay.
+# Control characters that move a terminal's cursor or change its settings; newlines and tabs are kept.
 CONTROL = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def print_delta(delta: Delta) -> None:
-    """Writes what a step added. On a terminal accepted draft tokens come in green, and control characters are not obeyed."""
+    """Prints the text that a step added. On a terminal, accepted draft tokens are green and control characters are replaced."""
     is_terminal = sys.stdout.isatty()
     for text, drafted in delta.spans:
         if is_terminal:
@@ -25,6 +25,7 @@ def print_delta(delta: Delta) -> None:
 
 
 def figures(completion: Completion) -> str:
+    """Tokens, speed and acceptance of an answer, as one line."""
     stats = completion.stats
     parts = [f"{len(completion.token_ids)} tokens", f"{completion.tokens_per_second:.1f} tokens/s"]
     if stats.steps:

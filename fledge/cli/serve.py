@@ -1,15 +1,15 @@
-"""`fledge serve`: an OpenAI-compatible server that takes vLLM's flags."""
+"""`fledge serve`: starts an OpenAI-compatible server that accepts vLLM's flags."""
 
 from __future__ import annotations
 
 import typer
 
-# Flags are parsed by `fledge.serving.flags`, spelled as vLLM spells them: everything is passed on as it is.
+# typer passes all arguments on unchanged: `fledge.serving.flags` parses them, in vLLM's spelling.
 CONTEXT_SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def serve(context: typer.Context) -> None:
-    """Serve a model over an OpenAI-compatible API, with vLLM's flags and a page to try it."""
+    """Serve a model over an OpenAI-compatible API, with vLLM's flags and a web page to try it."""
     from fledge.serving import flags
     from fledge.serving.flag_parser import parser
     from fledge.serving.foreign_flags import normalise

@@ -1,4 +1,4 @@
-"""`fledge train`: a drafter from a recipe."""
+"""`fledge train`: trains a drafter from a recipe."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def train(
     arms: Annotated[
         list[str] | None,
         typer.Option(
-            help="Train several drafters on the same batches of target states; one option an arm, with the keys of its own, "
-            'such as "eagle3=drafter.version=3 drafter.window=null". Each has a folder in output.',
+            help="Train several drafters on the same batches of target states; one option per drafter, with its own keys, "
+            'such as "eagle3=drafter.version=3 drafter.window=null". Each gets a folder in output.',
             metavar="NAME=[KEY=VALUE ...]",
         ),
     ] = None,
@@ -59,7 +59,7 @@ def train(
         results = train_arms(settings, arms) if arms else {"": run(settings)}
     except OSError as error:
         if error.filename is None and error.errno not in NO_SPACE:
-            raise  # no file's fault
+            raise  # not an error of a file
         where = f"{error.filename}: " if error.filename is not None else ""
         raise UserError(f"{where}{error.strerror}; the same command resumes from the last checkpoint") from error
     if as_json and os.environ.get("RANK", "0") == "0":
@@ -70,7 +70,7 @@ def train(
 
 
 def _require_writable(key: str, folder: str | None) -> None:
-    """Before hours of work, and without leaving anything behind: by a file in the folder, or where it would be made."""
+    """Checks that a folder can be written, before hours of work: makes a temporary file in it, or in its nearest parent."""
     if folder is None:
         return
     path = Path(folder)

@@ -173,7 +173,7 @@ def test_command(folders, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--baseline", "transformers,tgi"], "'tgi' is not known; there are transformers, vllm"),
+        (["--baseline", "transformers,tgi"], "'tgi' is not known; use one of transformers, vllm"),
         (["--baseline", "transformers", "--temperature", "0.7"], "leave out --temperature"),
         (["--assistant", "smollm2-135m"], "add --baseline transformers"),
         (["--baseline", "transformers", "--assistant", "./no/such/model"], "no/such/model"),

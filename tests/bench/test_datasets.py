@@ -94,7 +94,9 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path, monkeypatch):
         raise ConnectionError("no route to host\nand much more")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(UserError, match=r"^someone/prompts: no such folder here, and the hub .*\(no route to host\)$"):
+    with pytest.raises(
+        UserError, match=r"^someone/prompts: no such folder here, and it cannot be fetched from the hub \(no route to host\)$"
+    ):
         load_items("someone/prompts")
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
     with pytest.raises(UserError, match="someone/prompts: neither"):

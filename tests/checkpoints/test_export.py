@@ -209,7 +209,7 @@ def test_export_of_latent_attention(tmp_path, to):
     assert json.loads((out / "config.json").read_text())["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
     readme = (out / "README.md").read_text()
     assert "latent attention (MLA): keys and values from 512, queries from 20" in readme
-    assert "Never 0.22.0 or 0.22.1" in readme if to == "vllm" else "`Eagle3DeepseekV2ForCausalLM`" in readme
+    assert "Do not use 0.22.0 or 0.22.1" in readme if to == "vllm" else "`Eagle3DeepseekV2ForCausalLM`" in readme
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ def test_llama3_rope_is_recognised_by_its_factors(tmp_path: Path) -> None:
     factors = (plain / Rotary(64, 512, rope).inverse_frequencies).numpy()
     assert converted_rope(tmp_path, tensors={"rope_freqs.weight": factors}) == rope
     assert converted_rope(tmp_path, tensors={"rope_freqs.weight": np.ones(32, np.float32)}).kind == "default"
-    with pytest.raises(ModelError, match=r"rope_freqs\.weight are not those of Llama 3"):
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight do not match Llama 3"):
         converted_rope(tmp_path, tensors={"rope_freqs.weight": np.linspace(1, 8, 32, dtype=np.float32)})
 
 
@@ -312,7 +312,7 @@ def test_sentencepiece(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "llama.expert_count"),
         ({"llama.block_count": None}, r"llama\.block_count is missing"),
         ({"llama.block_count": 5}, r"missing: model\.layers\.4\.input_layernorm"),
-        ({"llama.rope.dimension_count": 4}, "rotated in part"),
+        ({"llama.rope.dimension_count": 4}, "partially rotated heads"),
         ({"split.count": 2}, "split GGUF; join the parts"),
         ({"tokenizer.ggml.pre": "exotic"}, "pre-tokenizer 'exotic'"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer type 't5' is not supported"),

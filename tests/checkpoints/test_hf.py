@@ -142,7 +142,7 @@ def test_a_head_that_is_absent_is_the_embedding(folder: Path) -> None:
 
 def test_a_tied_model_may_repeat_its_embedding_and_have_no_other_head(folder: Path) -> None:
     change_config(folder, tie_word_embeddings=True)
-    with pytest.raises(ModelError, match=r"tie_word_embeddings is true, and lm_head\.weight is not the embedding"):
+    with pytest.raises(ModelError, match=r"tie_word_embeddings is true, but lm_head\.weight is not the embedding"):
         load_decoder(folder)
     change_tensors(folder, lm_head__weight=load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone())
     decoder = load_decoder(folder)

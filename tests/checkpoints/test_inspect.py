@@ -99,7 +99,7 @@ def test_kinds_of_attention(tmp_path):
     assert (facts["version"], facts["config"]["mla"]["kv_lora_rank"]) == ("3.1", 12)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"model_type": "deepseek_v3"}))
-    assert "prediction layers" in inspect_drafter(folder, TARGET).warnings[0]
+    assert "own MTP layers" in inspect_drafter(folder, TARGET).warnings[0]
     folder = saved(tmp_path / "normed", qk_norm=True)
     assert "queries and keys normed" in " ".join(CliRunner().invoke(app, [str(folder)]).stdout.split())
     assert inspect_drafter(folder, TARGET).warnings == ()

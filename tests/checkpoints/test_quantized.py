@@ -311,7 +311,7 @@ def test_groups_are_as_the_configuration_says(name: str, size: int, tmp_path: Pa
     if name == "ct-int4":
         config = _ct_weights(strategy="channel", group_size=None)
     _change_config(packed, quantization_config=config)
-    with pytest.raises(ModelError, match=rf"into groups of 128, and quantization_config says group_size {size}"):
+    with pytest.raises(ModelError, match=rf"in groups of 128, but quantization_config says group_size {size}"):
         load_decoder(packed)
 
 

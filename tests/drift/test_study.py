@@ -240,7 +240,7 @@ def test_pairs_that_differ_in_one_thing_are_compared(figures):
     assert f"| templates | {ratio} |" in parts[1]
     assert parts[2:] == [
         "## A window on the drafter's attention",
-        "Not measured: no two of these drafters differ in this alone.",
+        "Not measured: no two of these drafters differ only in this.",
     ]
 
 

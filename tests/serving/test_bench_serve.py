@@ -174,16 +174,16 @@ def test_events_of_one_read_arrive_together() -> None:
 DONE = b"data: [DONE]\n\n"
 USAGE = b'data: {"usage": {"completion_tokens": 1}}\n\n'
 ODD_STREAMS = {
-    b"data: 5\n\n": "shape",
-    b"data: []\n\n": "shape",
-    b"data: {\n\n": "shape",
-    b'data: {"choices": 5}\n\n': "shape",
-    b'data: {"choices": [5]}\n\n': "shape",
-    b'data: {"choices": [{"delta": 5}]}\n\n': "shape",
-    b'data: {"choices": [{"delta": {"content": 5}}]}\n\n': "shape",
-    b'data: {"choices": [{"delta": {"tool_calls": [5]}}]}\n\n': "shape",
-    b'data: {"usage": 5}\n\n': "shape",
-    b'data: {"usage": {"completion_tokens": "x"}}\n\n': "shape",
+    b"data: 5\n\n": "does not follow the API",
+    b"data: []\n\n": "does not follow the API",
+    b"data: {\n\n": "does not follow the API",
+    b'data: {"choices": 5}\n\n': "does not follow the API",
+    b'data: {"choices": [5]}\n\n': "does not follow the API",
+    b'data: {"choices": [{"delta": 5}]}\n\n': "does not follow the API",
+    b'data: {"choices": [{"delta": {"content": 5}}]}\n\n': "does not follow the API",
+    b'data: {"choices": [{"delta": {"tool_calls": [5]}}]}\n\n': "does not follow the API",
+    b'data: {"usage": 5}\n\n': "does not follow the API",
+    b'data: {"usage": {"completion_tokens": "x"}}\n\n': "does not follow the API",
     b'data: {"error": {"message": "no"}}\n\n': "no",
     b'data: {"choices": [{"delta": {"content": "hi"}}]}\n\n' + DONE: "no usage",
     USAGE: "[DONE]",
@@ -219,7 +219,7 @@ def test_a_client_process_asks_nothing_when_the_others_have_failed() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e308, "x", None])
 def test_odd_log_probabilities_are_no_answer(value: Any) -> None:
     entry = {"token": "x", "logprob": value, "top_logprobs": []}
-    with pytest.raises(Broken, match="shape"):
+    with pytest.raises(Broken, match="does not follow the API"):
         _whole({"choices": [{"message": {"content": "x"}, "logprobs": {"content": [entry]}}]})
 
 
