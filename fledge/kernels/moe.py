@@ -1,18 +1,18 @@
-"""Experts of a mixture: which rows go to which, and their products, grouped by expert; fit for a graph, for any routing.
+"""Mixture of experts: routing, and products grouped by expert. One CUDA graph serves any routing.
 
-    route     softmax of the router's scores, the highest K of a row                      one program a row
-    group     pairs (row, choice) in the order of their experts                           one program
-    gate_up   silu(gate) * up, of every pair                                              programs by (outputs, expert)
-    down      of every pair, in fp32                                                      programs by (outputs, expert)
+    route     softmax of the router's scores, the highest K of each row                   one program per row
+    group     pairs (row, choice) sorted by expert                                        one program
+    gate_up   silu(gate) * up of every pair                                               programs by (outputs, expert)
+    down      down projection of every pair, in fp32                                      programs by (outputs, expert)
     combine   residual + the weighted sum of a row's pairs, in the order of its choices   programs by (row, columns)
 
-A row's result does not depend on where its neighbours go: weights are the dot's first operand and rows the second, so other
-rows change other columns alone. Inputs are summed in one order; a row's pairs are added in the row's own order.
+A row's result does not depend on the routing of other rows: weights are the dot's first operand and rows the second, so other
+rows only change other columns. Inputs are summed in one order; a row's pairs are added in the row's own order.
 
-Quantised experts are a `QuantizedWeight` with one dimension more, [E, O, …]. Their codes are multiplied as they are, and sums
+Quantised experts are a `QuantizedWeight` with an additional first dimension, [E, O, …]. Their codes are multiplied and the sums
 are scaled (`linear.codes`).
 
-Shapes: N rows, D hidden size, I an expert's inner size, E experts, K experts a row, P = N K pairs.
+Shapes: N rows, D hidden size, I an expert's inner size, E experts, K experts per row, P = N K pairs.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from fledge.kernels.quantization import GROUP_SIZE, QuantizedWeight
 from fledge.kernels.triton_support import by_device, constant, jit, next_power_of_2, prefetch, tl
 
 TILE_OUTPUTS, TILE_INPUTS = 64, 64
-PREFETCHED = constant(256)  # inputs
-FEW_ROWS, MANY_ROWS = 16, 64  # of an expert at a time
-MAX_SORTED = 4096  # pairs that one program sorts; more are sorted by torch
+PREFETCHED = constant(256)  # inputs of each line
+FEW_ROWS, MANY_ROWS = 16, 64  # rows of an expert that are computed at a time
+MAX_SORTED = 4096  # most pairs that one program sorts; torch sorts more
 
 
 def route_reference(scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Weight [N, K] in fp32 and number [N, K] of the experts of each row."""
+    """Returns the weights [N, K] in fp32 and the indices [N, K] of each row's experts."""
     chosen = scores_NE.float().softmax(-1).topk(num_chosen, -1)
     weights = chosen.values / chosen.values.sum(-1, keepdim=True) if normalise else chosen.values
-    # As transformers rounds them.
+    # Rounded as in transformers.
     return weights.to(scores_NE.dtype).float(), chosen.indices
 
 
 def experts_reference(
     experts: Sequence[Callable[[Tensor], Tensor]], x_ND: Tensor, weights_NK: Tensor, experts_NK: Tensor, residual_ND: Tensor
 ) -> Tensor:
-    """residual + Σ_k weight_k expert_k(x), summed in fp32 in the order of the experts' numbers, whatever other rows do."""
+    """Returns residual + Σ_k weight_k expert_k(x), summed in fp32 in the order of the experts' indices for every row."""
     total = torch.zeros(x_ND.shape, dtype=torch.float32, device=x_ND.device)
     for expert in experts_NK.unique().tolist():
         rows, place = torch.where(experts_NK == expert)
@@ -87,7 +87,7 @@ def experts_triton(
     experts_NK: Tensor,
     residual_ND: Tensor,
 ) -> Tensor:
-    """`gate_up`: [E, 2I, D]."""
+    """Computes `experts_reference`, but adds a row's experts in the order of its choices. `gate_up_EOD`: [E, 2I, D]."""
     (num_rows, size), (num_experts, both) = x_ND.shape, weight_parts(gate_up_EOD)[0].shape[:2]
     inner = both // 2
     per_row = experts_NK.shape[1]
@@ -128,7 +128,7 @@ def experts_triton(
 
 
 def _operands(weight: Tensor | QuantizedWeight, inputs: int) -> tuple[Tensor, Tensor, Tensor, Codes]:
-    """Codes, scales and offsets (any tensor where there are none), and the constant that says how to read them."""
+    """Returns codes, scales and offsets (any tensor if there are none) and the constant that says how to read them."""
     codes, scales, offsets, bits, group = weight_parts(weight)
     assert bits == 16 or group % GROUP_SIZE == 0
     scales_slices = scales is not None and group == inputs and offsets is None
@@ -141,7 +141,7 @@ def _operands(weight: Tensor | QuantizedWeight, inputs: int) -> tuple[Tensor, Te
 
 
 class Groups(NamedTuple):
-    """Pairs by expert. Slot s < `num_slots` has the pairs order[starts[s] … starts[s] + counts[s])."""
+    """Pairs sorted by expert. Slot s < `num_slots` has the pairs order[starts[s] … starts[s] + counts[s])."""
 
     order_P: Tensor
     experts_S: Tensor
@@ -172,7 +172,7 @@ def group_pairs(experts_P: Tensor, num_experts: int) -> Groups:
 
 
 def group_pairs_reference(experts_P: Tensor, num_experts: int) -> Groups:
-    """All experts have a slot, also those without a pair. Nothing here asks the host."""
+    """Groups pairs with torch. Every expert has a slot, also without pairs, so that the host need not read a count."""
     order = experts_P.argsort(stable=True).int()
     numbers = torch.arange(num_experts, device=experts_P.device, dtype=torch.int32)
     counts = (experts_P[:, None] == numbers).sum(0).int()
@@ -273,9 +273,9 @@ def _expert_linear(
     output = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     is_output = output < OUTPUTS
     step = tl.arange(0, BLOCK_I)
-    # All experts' outputs lie below each other.
+    # The outputs of all experts are consecutive lines of one weight.
     line = expert * (OUTPUTS * 2 if GATED else OUTPUTS) + output
-    if CODES.bits == 16:  # what follows waits for the order of the pairs before it asks for weights
+    if CODES.bits == 16:  # the loop below first loads the order of the pairs, then weights
         last = expert * (OUTPUTS * 2 if GATED else OUTPUTS) + OUTPUTS - 1
         for i in tl.static_range(2 if GATED else 1):
             prefetch(weight_ptr + (tl.minimum(line, last) + i * OUTPUTS) * INPUTS, 0, INPUTS, PREFETCHED)

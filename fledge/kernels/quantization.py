@@ -1,10 +1,10 @@
 """Weight-only, group-wise quantisation: linears whose weights are read in 8 or 4 bits; activations keep their type.
 
-A weight [O, I] is cut into groups of G neighbouring inputs of one output row (G divides I). What kernels read:
+A weight [O, I] is cut into groups of G neighbouring inputs of one output row (G divides I). Kernels read:
 
     codes    8 bits: int8  [O, I]       value = code * scale
-             FP8:    float8_e4m3fn [O, I], likewise; on a GPU alone
-             4 bits: uint8 [O, I / 2]   two codes a byte along I: the low nibble is the even input, the high nibble the odd
+             FP8:    float8_e4m3fn [O, I], the same; only on a GPU
+             4 bits: uint8 [O, I / 2]   two codes per byte along I: the low nibble is the even input, the high nibble the odd
     scales   fp16 [O, I / G]            may be negative; fp32 with FP8, where G may be all inputs
     offsets  fp16 or fp32 [O, I / G],   4 bits only; fp32 where a checkpoint has zero points, which fp16 would round
              or None
@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from fledge.errors import UserError
 from fledge.kernels.formats.fp8 import Fp8Weight, quantize_fp8
 
-# Inputs a scale, as in GGUF: 8.5 bits a weight, or 5.0 with offsets.
+# Inputs per scale, as in GGUF: 8.5 bits per weight with 8-bit codes, 5.0 with 4-bit codes and offsets.
 GROUP_SIZE = 32
-# The options' names, and the bits of the layers' linears and of the head. The head chooses the token, so it keeps 8 bits, as a
-# copy of its own: a tied embedding stays what it is, for rows are looked up in it.
+# By the value of --quantization: bits of the layers' linears and of the head. The head chooses the token, so it keeps 8 bits.
+# It is a separate copy: a tied embedding is not quantised, because its rows are looked up.
 BITS = {"int8": (8, 8), "int4": (4, 8), "fp8": (8, 8)}
-# The choice of experts is read off a few thousand outputs: it is small, and a wrong one costs more than a wrong weight.
+# A router chooses experts. It is not quantised: it is small, and a wrong expert costs more than a rounded weight.
 ROUTER = "mlp.gate"
 
 
@@ -55,15 +55,15 @@ class QuantizedWeight:
 
 
 def quantize(weight_OI: Tensor, bits: int, group_size: int = GROUP_SIZE, *, offsets: bool = True) -> QuantizedWeight:
-    """Rounds to the nearest. The extremes of a group have codes of their own, so what was quantised in the same groups before
-    comes back exactly. `offsets` (4 bits): a scale and an offset a group instead of a scale alone."""
+    """Quantises a weight, rounding to nearest. A group's extremes have codes of their own, so a weight that was quantised in
+    the same groups before is recovered exactly. `offsets` (4 bits): a scale and an offset per group, not only a scale."""
     if bits == 8:
         scales, lowest, codes = rounded(weight_OI, 8, group_size)
         return QuantizedWeight(codes.flatten(1), scales, None, 8, group_size)
     if offsets:
         scales, lowest, codes = rounded(weight_OI, bits, group_size)
     else:
-        # The number furthest from zero takes -8, whatever its sign: all sixteen codes then have a use.
+        # The number furthest from zero gets code -8, whatever its sign, so that all sixteen codes are used.
         groups = weight_OI.detach().float().unflatten(1, (-1, group_size))
         furthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))[..., 0]
         lowest, scales = None, _fp16(furthest / -8)
@@ -74,7 +74,7 @@ def quantize(weight_OI: Tensor, bits: int, group_size: int = GROUP_SIZE, *, offs
 
 
 def rounded(weight_OI: Tensor, bits: int, group_size: int = GROUP_SIZE) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Scales, lowest values (below 8 bits) and codes [O, groups, group_size], a byte each, of the nearest such weights."""
+    """Rounds to nearest; returns scales, lowest values (below 8 bits) and codes [O, groups, group_size], one byte each."""
     groups = weight_OI.detach().float().unflatten(1, (-1, group_size))
     if bits == 8:
         scales = _fp16(groups.abs().amax(-1) / 127)
@@ -94,7 +94,7 @@ def _codes(groups: Tensor, scales: Tensor, lowest: int, highest: int) -> Tensor:
 
 
 def kept_fp8(weight: Fp8Weight) -> QuantizedWeight | None:
-    """The same weight for kernels; None where its groups are none of theirs (a last block that is partial)."""
+    """Returns the same weight in the kernels' layout, or None if they do not support its groups (a partial last block)."""
     inputs, group_size = weight.codes_OI.shape[1], weight.group_size
     if inputs % group_size or group_size % GROUP_SIZE:
         return None
@@ -102,7 +102,7 @@ def kept_fp8(weight: Fp8Weight) -> QuantizedWeight | None:
 
 
 def unpacked(weight: QuantizedWeight) -> Tensor:
-    """The codes [O, I], int8 or FP8; of 4 bits, what the scale is multiplied by."""
+    """Returns the codes [O, I] in int8 or FP8; for 4 bits, the numbers that the scale multiplies."""
     if weight.bits == 8:
         return weight.codes
     nibbles = torch.stack([weight.codes & 15, weight.codes >> 4], -1).flatten(1).to(torch.int8)
@@ -117,8 +117,8 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> T
 
 
 def smallest_exact_format(weight_OI: Tensor) -> QuantizedWeight:
-    """The smallest format that holds the weight as it is (a dequantised Q4_0, Q4_1 or Q8_0 of GGUF); 8 bits where none does."""
-    few = weight_OI[::29]  # tell soon what is not exact
+    """Returns the weight in the smallest format that holds it exactly (GGUF's Q4_0, Q4_1 or Q8_0), else in 8 bits."""
+    few = weight_OI[::29]  # a sample shows quickly that a format is not exact
     for offsets in (False, True):
         if is_exact(quantize(few, 4, offsets=offsets), few):
             weight = quantize(weight_OI, 4, offsets=offsets)
@@ -128,18 +128,18 @@ def smallest_exact_format(weight_OI: Tensor) -> QuantizedWeight:
 
 
 def is_exact(weight: QuantizedWeight, original_OI: Tensor) -> bool:
-    """Exactly, or up to the rounding of fp16, in which large GGUF files are unpacked: far less than half a step of 4 bits."""
+    """Whether values are equal up to rounding to fp16 (large GGUF files are unpacked to it): far below half a 4-bit step."""
     groups = original_OI.detach().float().unflatten(1, (-1, weight.group_size))
     return bool(((dequantize(weight).view_as(groups) - groups).abs() <= groups.abs().amax(-1, keepdim=True) * 2**-9).all())
 
 
 class QuantizedLinear(nn.Module):
-    """Stands for an `nn.Linear`; `forward` is the reference, which kernels on `codes`, `scales` and `offsets` must equal."""
+    """Replaces an `nn.Linear`. `forward` is the reference for kernels that read `codes`, `scales` and `offsets`."""
 
     order: Tensor | None
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None = None, order_I: Tensor | None = None) -> None:
-        """`order`: the input that each column of the weight reads (GPTQ's act-order); None: its own."""
+        """`order_I`: the input that each column of the weight reads (GPTQ's act-order); None: in order."""
         super().__init__()
         self.bits, self.group_size = weight.bits, weight.group_size
         self.out_features, self.in_features = weight.scales.shape[0], weight.scales.shape[1] * weight.group_size
@@ -162,7 +162,7 @@ class QuantizedLinear(nn.Module):
         return F.linear(x, dequantize(self.quantized, x.dtype), self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
-        """Follows the network to its device but not to its type, except the bias: scales in bf16 would be other weights."""
+        """Moves to the network's device but converts only the bias to its type: scales in bf16 would change the weights."""
         kept = {name: getattr(self, name) for name in ("codes", "scales", "offsets")}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
@@ -172,23 +172,23 @@ class QuantizedLinear(nn.Module):
 
 
 def stacked_weights(linears: Sequence[QuantizedLinear]) -> QuantizedWeight | None:
-    """Weights of one format and shape as one, with a first dimension more; None where they differ, or inputs are reordered."""
+    """Stacks weights of one format and shape along a new first dimension; None if they differ or inputs are reordered."""
     parts, first = [linear.quantized for linear in linears], linears[0].quantized
     kinds = {(part.format, part.group_size, part.codes.shape) for part in parts}
     if len(kinds) > 1 or first.group_size % GROUP_SIZE or any(linear.order is not None for linear in linears):
         return None
     offsets = None
-    if any(part.offsets is not None for part in parts):  # without them a nibble stands for itself less 8: the same in fp32
+    if any(part.offsets is not None for part in parts):  # for those without, -8 * scale: the same values in fp32
         wide = [-8 * part.scales.float() if part.offsets is None else part.offsets.float() for part in parts]
         offsets = torch.stack(wide)
-    # Not every torch stacks float8.
+    # Some versions of torch cannot stack float8.
     codes = torch.stack([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)
     scales = torch.stack([part.scales for part in parts])
     return QuantizedWeight(codes, scales, offsets, first.bits, first.group_size)
 
 
 def quantize_linears(network: nn.Module, quantization: str, device: str | torch.device | None = None) -> None:
-    """Replaces every linear, in place, by what `quantization` makes of it, on `device`."""
+    """Quantises every linear of a network except routers, in place, and moves it to `device`."""
     linears = [(name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear)]
     for name, linear in linears:
         owner, _, attribute = name.rpartition(".")
@@ -198,13 +198,13 @@ def quantize_linears(network: nn.Module, quantization: str, device: str | torch.
 def quantized_linear(
     name: str, linear: nn.Linear, quantization: str, device: str | torch.device | None = None
 ) -> nn.Linear | QuantizedLinear:
-    """What `quantization` makes of one of a target's linears, on `device`; a router stays as it is."""
+    """Returns a linear of a target, quantised and moved to `device`; a router is returned unchanged."""
     if name.endswith(ROUTER):
         return linear
     if linear.in_features % GROUP_SIZE:
         raise UserError(
-            f"--quantization {quantization} works in groups of {GROUP_SIZE} inputs and {name} has "
-            f"{linear.in_features}; leave it out"
+            f"--quantization {quantization} needs linears whose inputs are a multiple of {GROUP_SIZE}; {name} has "
+            f"{linear.in_features}. Leave the option out"
         )
     weight = linear.weight.to(device)
     is_head = name == "lm_head"

@@ -134,9 +134,9 @@ def load_fence(x):
 
 @jit
 def prefetch(lines_ptr, start, SIZE: tl.constexpr, INPUTS: tl.constexpr):
-    """Requests 16-bit weights of each line into the L2 cache, INPUTS of them from `start` on."""
+    """Prefetches INPUTS 16-bit weights of each line, from `start` on, into the L2 cache."""
     if COMPILED:
-        k = tl.minimum(start + tl.arange(0, INPUTS // 64) * 64, SIZE - 1)  # one for each 128 bytes
+        k = tl.minimum(start + tl.arange(0, INPUTS // 64) * 64, SIZE - 1)  # one request per 128 bytes
         places = (lines_ptr[:, None] + k[None, :]).to(tl.int64)
         request: tl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
         tl.inline_asm_elementwise(request, "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1)

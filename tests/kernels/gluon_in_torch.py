@@ -1,6 +1,6 @@
-"""Gluon's language in torch, without layouts: runs a kernel's Python program by program on a CPU.
+"""Emulates Gluon's language with torch, without layouts: runs a kernel's Python code on a CPU, one program after the other.
 
-It checks what is computed (places, masks, orders of reshapes), not how it is spread over threads.
+It checks what is computed (offsets, masks, orders of reshapes), not how it is distributed over threads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Pointer:
         mask = torch.ones_like(place, dtype=torch.bool) if mask is None else mask
         place, mask = torch.broadcast_tensors(place, mask)
         flat = self.memory.view(-1)
-        assert bool(((place >= 0) & (place < len(flat)) | ~mask).all()), "reads outside"
+        assert bool(((place >= 0) & (place < len(flat)) | ~mask).all()), "reads outside the tensor"
         return torch.where(mask, flat[place.where(mask, 0)], torch.tensor(other, dtype=flat.dtype))
 
     def write(self, value: Tensor, mask: Tensor) -> None:
@@ -54,12 +54,12 @@ class Shared:
         self.data.copy_(value)
 
     def load(self, layout: object) -> Tensor:
-        assert not self.data.isnan().any(), "reads what nothing was written to"
+        assert not self.data.isnan().any(), "reads memory that was never written"
         return self.data.clone()
 
 
 class Copies:
-    """Asynchronous ones: what is copied to has nothing in it until its group was waited for."""
+    """Asynchronous copies: the target holds NaN until its group was waited for."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[Shared, Tensor]] = []
@@ -80,7 +80,7 @@ class Copies:
 
 
 class Descriptor:
-    """What TMA reads: blocks of a matrix, with zeros outside."""
+    """A TMA descriptor: reads blocks of a matrix, with zeros outside it."""
 
     def __init__(self, matrix: Tensor) -> None:
         self.matrix = matrix
@@ -93,13 +93,13 @@ class Descriptor:
 
 
 class Barrier:
-    """One that counts bytes. A phase that is waited for must have ended: nothing arrives later here."""
+    """An mbarrier that counts bytes. A phase that is waited for must have ended: here nothing arrives later."""
 
     def __init__(self) -> None:
         self.phase, self.missing = 0, 0
 
     def arrive(self, count: int) -> None:
-        assert 0 < count <= self.missing, "bytes that nobody expects"
+        assert 0 < count <= self.missing, "more bytes than the barrier expects"
         self.missing -= count
         self.phase ^= not self.missing
 
@@ -113,7 +113,7 @@ class Barriers:
 
 
 class Product:
-    """One that is under way: it reads its inputs as late as it may."""
+    """An asynchronous product: it reads its inputs as late as the hardware may."""
 
     def __init__(self, a: Shared, b: Shared, total: Tensor | Product, use_total: bool) -> None:
         self.a, self.b, self.total, self.use_total = a, b, total, use_total
@@ -134,12 +134,12 @@ def _hopper() -> SimpleNamespace:
             barrier.missing = count
 
     def wait(barrier: Barrier, phase: int) -> None:
-        assert barrier.phase != phase, "waits for ever"
+        assert barrier.phase != phase, "this wait would never end"
 
     def copy(descriptor: Descriptor, place: list[int], barrier: Barrier, target: Shared, pred: bool) -> None:
         if pred:
             target.store(descriptor.read(place, target.shape))
-            barrier.arrive(2 * target.data.numel())  # of 16 bits, on the card
+            barrier.arrive(2 * target.data.numel())  # elements have 16 bits on the card
 
     def multiply(a: Shared, b: Shared, total: Tensor | Product, use_acc: bool, is_async: bool) -> Product:
         under_way.append(Product(a, b, total, use_acc))
@@ -161,7 +161,7 @@ def _hopper() -> SimpleNamespace:
 
 
 class Count(int):
-    """A number that a kernel may widen."""
+    """An integer argument that a kernel may convert with `to`."""
 
     def to(self, dtype: torch.dtype) -> Count:
         return self
@@ -172,7 +172,7 @@ def _allocated(dtype: torch.dtype, shape: list[int], layout: object) -> Shared |
 
 
 def _reshaped(x: Tensor, shape: list[int]) -> Tensor:
-    """With a layout that can be asked for."""
+    """Reshapes a tensor and gives it the `type.layout` that kernels read."""
     out = x.reshape(shape)
     out.type = SimpleNamespace(layout=None)
     return out
@@ -219,7 +219,7 @@ def _language(program: list[int], grid: tuple[int, ...]) -> SimpleNamespace:
 
 
 def run(kernel: Any, grid: tuple[int, ...], *arguments: object, replaced: dict[str, Callable], **constants: object) -> None:
-    """Every program of a grid. Tensors become pointers; `replaced`: functions of the kernels' modules that are assembly."""
+    """Runs every program of a grid. Tensors become pointers. `replaced`: substitutes for functions that are inline assembly."""
     program = [0] * len(grid)
     copies = Copies()
     language = {
@@ -250,4 +250,4 @@ def run(kernel: Any, grid: tuple[int, ...], *arguments: object, replaced: dict[s
         program[:] = place
         bound(kernel)(*pointers, **constants)
         assert not copies.begun
-        assert not copies.groups, "a program that ended did not wait for its copies"
+        assert not copies.groups, "a program ended without waiting for its copies"

@@ -1,4 +1,4 @@
-"""Runs a few instructions of PTX in numpy: what assembly blocks of kernels compute is tested without a card."""
+"""Runs a few PTX instructions in numpy, so that the inline assembly of kernels is tested without a card."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def run_assembly(text: str, num_outputs: int, *sources: int) -> list[np.uint32]:
-    """What the block leaves in $0 …; the operands after the outputs are `sources`, as 32 bits."""
+    """Returns the values of $0 … after the block. `sources`: the operands after the outputs, 32 bits each."""
     registers: dict[str, np.uint32 | np.uint16] = {f"${num_outputs + i}": np.uint32(x) for i, x in enumerate(sources)}
 
     def value(name: str):
@@ -37,7 +37,7 @@ def as_floats(registers: Sequence[np.uint32]) -> list[float]:
 
 
 def as_bfloat16(registers: Sequence[np.uint32]) -> torch.Tensor:
-    """The pairs in order, low halves first."""
+    """The halves of all registers as bfloat16, low halves first."""
     return torch.from_numpy(np.array(registers, dtype=np.uint32).view(np.int16)).view(torch.bfloat16)
 
 
@@ -61,7 +61,7 @@ def _fma_of_pairs(*pairs: np.uint32) -> np.uint32:
 
 
 def _looked_up(a: np.uint32, b: np.uint32, c: np.uint32, table: np.uint32) -> np.uint32:
-    """Any function of three bits: bit 4 a + 2 b + c of the table."""
+    """Computes a bitwise function of three operands: bit 4 a + 2 b + c of the table, for each bit."""
     bits = [(int(a) >> i & 1) << 2 | (int(b) >> i & 1) << 1 | int(c) >> i & 1 for i in range(32)]
     return np.uint32(sum((int(table) >> bit & 1) << i for i, bit in enumerate(bits)))
 

@@ -1,4 +1,4 @@
-"""Where a Triton kernel can run: for real on CUDA, or in Triton's interpreter (TRITON_INTERPRET=1) on CPU tensors."""
+"""Helpers for kernel tests. Triton kernels run on CUDA, or on CPU tensors in Triton's interpreter (TRITON_INTERPRET=1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fledge.kernels.triton_support import triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# The references are tested everywhere; the kernels where they can run.
+# References are tested everywhere, kernels where they can run.
 runs_triton = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -34,18 +34,18 @@ def device_of_kernels() -> str:
 
 
 def running(kernel: str, reference: Callable[..., Any], triton_kernel: Callable[..., Any]) -> tuple[Callable[..., Any], str]:
-    """One of KERNELS, and where it runs."""
+    """Returns the function for one of KERNELS and the device that it runs on."""
     return (reference, "cpu") if kernel == "reference" else (triton_kernel, device_of_kernels())
 
 
 class Card:
-    """Triton's driver of a card that is not here, as far as compiling a launch asks for it."""
+    """The parts of Triton's driver that compiling for a card needs, without that card."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
 
     def get_current_device(self) -> int:
-        return 1000 + self.capability  # not one that kernels are launched on
+        return 1000 + self.capability  # not a device that kernels are launched on
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -75,7 +75,7 @@ def compiled(
     others: tuple[str, ...] = (),
     capability: int = 90,
 ) -> list[Any]:
-    """A module's kernel, as compiled for the launches that a call would make on a card (sm_90); `others` are left out."""
+    """Compiles a module's kernel for the launches that `call` would make on a card. `others`: functions that are not run."""
     from triton.runtime import driver
 
     kernel, found = getattr(module, name), []
@@ -99,7 +99,7 @@ compiles = pytest.mark.skipif(triton is None or INTERPRETED, reason="needs Trito
 
 
 def fp8_weight(weight_OI: Tensor, block: tuple[int, int] | None = None) -> Fp8Weight:
-    """Rounded to the nearest, with a scale for each output or for each block of outputs and inputs."""
+    """Quantises to FP8, rounding to nearest, with one scale per output or per block of outputs and inputs."""
     if block is None:
         return quantize_fp8(weight_OI)
     outputs, inputs = weight_OI.shape
@@ -111,7 +111,7 @@ def fp8_weight(weight_OI: Tensor, block: tuple[int, int] | None = None) -> Fp8We
 
 
 def quantised_activations(x_NI: Tensor) -> Tensor:
-    """What the CPU kernels of GGUF blocks make of activations, in fp32: 8 bits, a scale for each 32 of a row."""
+    """Activations as the CPU kernels of GGUF blocks round them, in fp32: 8 bits, with one scale per 32 inputs of a row."""
     units = x_NI.float().unflatten(-1, (-1, 32))
     largest = units.abs().amax(-1, keepdim=True)
     codes = (units * torch.where(largest > 0, 127 / largest, 0.0)).round()

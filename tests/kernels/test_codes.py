@@ -1,4 +1,4 @@
-"""Codes of quantised weights: what they become, and that no tile changes the order of sums, by what is compiled."""
+"""Codes of quantised weights: their conversion, and (in compiled kernels) that no tile changes the order of sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMATS = ["int8", "int4 with offsets", "fp8", "fp8 in blocks"]
 
 @pytest.mark.parametrize("format", ASSEMBLY)
 def test_codes_become_bfloat16(format: str) -> None:
-    """All bytes, four at a time, or all words of four nibbles: to the bit."""
+    """All bytes, four at a time, or every 37th word of four nibbles are converted exactly."""
     is_nibbles = "int4" in format
     for first in range(0, 1 << 16, 37) if is_nibbles else range(0, 256, 4):
         source = first if is_nibbles else sum(first + i << 8 * i for i in range(4))
@@ -47,7 +47,7 @@ def some_weight(format: str, outputs: int, size: int) -> QuantizedWeight:
 def compiled_tiles(
     monkeypatch: pytest.MonkeyPatch, rows: int, weight: torch.Tensor | QuantizedWeight, order: Summation, **options: Any
 ) -> Any:
-    """`options`: `gated`, and those of `support.compiled`."""
+    """Compiles `tiles` for a linear. `options`: `gated`, and those of `support.compiled`."""
     size = weight.shape[1] if isinstance(weight, torch.Tensor) else weight.scales.shape[1] * weight.group_size
     x, gated = torch.zeros(rows, size).bfloat16(), options.pop("gated", False)
     call = lambda: tiled_linear(x, weight, order=order, gated=gated)  # noqa: E731
@@ -56,13 +56,13 @@ def compiled_tiles(
 
 
 def products(text: str) -> list[tuple[str, str]]:
-    """The version of the tensor cores' instructions, and `kWidth` of the weights, of each product."""
+    """Returns the version of the tensor-core instruction and the weights' `kWidth` of each product."""
     layouts = dict(re.findall(r"^(#mma\d*) = #ttg.nvidia_mma<\{versionMajor = (\d)", text, re.MULTILINE))
     pattern = r"(?:tt\.dot|warp_group_dot) [^\n]*? : tensor<[^\n]*?parent = (#mma\d*), kWidth = (\d)"
     return [(layouts[parent], width) for parent, width in re.findall(pattern, text)]
 
 
-# Slices as programs of their own, after each other, and one slice.
+# Slices as programs of their own, slices one after the other, and a single slice.
 CASES = [(4096, 4096, False), (4096, 28672, True), (640, 960, False), (1024, 32000, False)]
 
 
@@ -71,7 +71,7 @@ CASES = [(4096, 4096, False), (4096, 28672, True), (640, 960, False), (1024, 320
 @pytest.mark.parametrize(("size", "outputs", "gated"), CASES)
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_tile_changes_the_order(format, size, outputs, gated, rows, monkeypatch):
-    """Steps of 16 neighbours (kWidth 2), each complete before its weights' registers are written again (nothing pending)."""
+    """Steps are 16 neighbours (kWidth 2) and complete before their weights' registers are overwritten (nothing pending)."""
     order = summation(size, outputs, torch.bfloat16, torch.device("cuda"), gated=gated, quantised=True)
     text = compiled_tiles(monkeypatch, rows, some_weight(format, outputs, size), order, gated=gated).asm["ttgir"]
     found = products(text)
@@ -92,7 +92,7 @@ def test_codes_are_read_on_ampere(format, monkeypatch):
 @pytest.mark.parametrize("rows", [16, 32, 64, 128, 512])
 @pytest.mark.parametrize(("size", "slices"), [(4096, 1), (4096, 2), (1536, 4)])
 def test_tiles_fit_a_card_with_99_kb(size, slices, rows, monkeypatch):
-    """Ada and workstation Blackwell: a program that asks for more shared memory is refused at launch."""
+    """Ada and workstation Blackwell cards have 99 KB: a program that needs more shared memory fails at launch."""
     order = Summation(slices, False, size // slices)
     weight, small = torch.zeros(2048, size).bfloat16(), 99 << 10
     monkeypatch.setattr(tiles, "shared_memory", lambda device: small)
@@ -105,7 +105,7 @@ def test_tiles_fit_a_card_with_99_kb(size, slices, rows, monkeypatch):
     ("size", "outputs", "slices", "rows"), [(4096, 4096, 1, 1), (14336, 4096, 2, 16), (4096, 28672, 1, 64)]
 )
 def test_first_weights_are_requested_before_the_wait(size, outputs, slices, rows, monkeypatch):
-    """Plain weights of few rows alone: a prefill has other work, and quantised ones are small."""
+    """Only for few rows of a plain weight: a prefill has other work, and quantised weights are small."""
     order = Summation(slices, False, size // slices)
     text = compiled_tiles(monkeypatch, rows, torch.zeros(outputs, size).bfloat16(), order).asm["ptx"]
     assert text.index("prefetch.global.L2") < text.index("griddepcontrol.wait") < text.index("cp.async")

@@ -1,4 +1,4 @@
-"""When a shape is tried on cuBLAS, and who waits for the result; the bits are compared in `test_linear`."""
+"""When a shape is tried on cuBLAS and whether the host waits for the result. `test_linear` compares the bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WEIGHT, ORDER = torch.zeros(64, 64), Summation(1, False, 64)
 
 
 class Event:
-    """Passes when it is waited for, or when the test says so."""
+    """A CUDA event that completes when it is waited for, or when a test sets `has_passed`."""
 
     def __init__(self) -> None:
         self.has_passed, self.waits = False, 0
@@ -27,7 +27,7 @@ class Event:
 
 @pytest.fixture
 def started(monkeypatch) -> list[Event]:
-    """The trials that were started; all of them find the same bits."""
+    """The events of the trials that were started; all trials find the same bits."""
     events: list[Event] = []
 
     def start(*_: object) -> cublas._Trial:
@@ -59,7 +59,7 @@ def test_in_the_background_nothing_waits(started):
     assert [event.waits for event in started] == [0]
 
 
-def test_a_recording_waits_for_a_trial_under_way(started):
+def test_a_call_outside_the_background_waits_for_a_running_trial(started):
     with cublas.background_trials():
         assert not is_exact(128)
     assert is_exact(128)

@@ -1,4 +1,4 @@
-"""The kernels in Gluon compute a linear: run as torch on a CPU. Bits and speed need a card (`test_linear`)."""
+"""The Gluon kernels compute a linear, emulated with torch on a CPU. Their bits and speed need a card (`test_linear`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.kernels.gluon_in_torch import Count, Descriptor, run
 from tests.kernels.test_linear import SURROUNDINGS, plain, some_case
 
 NOT_ASSEMBLY = {"times": lambda x, y: x * y, "let_next_start": lambda: None, "wait_for_inputs": lambda: None}
-SIZE, OUTPUTS = 328, 40  # a last slice that is short, outputs that no program divides
+SIZE, OUTPUTS = 328, 40  # the last slice is short, and the last program's outputs are partial
 
 
 def tensors(surroundings: str, rows: int):
@@ -56,14 +56,14 @@ def test_register_mma(surroundings, rows):
 
 
 def product_in_order(w, x, total):
-    """As tensor cores sum, but exactly within a group of 16 and then rounded to bfloat16, so that the groups' order shows."""
+    """A product in the tensor cores' order: exact in each group of 16, then rounded to bfloat16 so that the order matters."""
     for k in range(0, w.shape[-1], 16):
         total = (total.double() + w[..., k : k + 16].double() @ x[..., k : k + 16, :].double()).bfloat16().float()
     return total
 
 
 def nibbles_of(units):
-    """Four codes of each unit of 16 bits, which lie in memory as floats here."""
+    """Unpacks four codes of each unit of 16 bits; here units are stored as floats."""
     words = units.int() & 0xFFFF
     return torch.stack([words >> 4 * i & 15 for i in range(4)], -1).flatten(-2)
 
@@ -75,7 +75,7 @@ def weights_of(codes, shape):
 
 
 def in_order(x, weight, bias, gated, residual_MO, order):
-    """What `summation` says, with the roundings of `tiles`."""
+    """A linear in the order of `summation`, with the roundings of `tiles`."""
     size, part = x.shape[1], inputs_of_a_sum(order, weight)
     codes, scales = unpacked(weight).bfloat16(), weight.scales.float()
     sums = torch.zeros(len(codes), len(x))
@@ -123,16 +123,16 @@ def test_register_stream(format, surroundings, rows, slices, monkeypatch):
     options = {"order": order, "gated": gated, "residual_MO": residual}
     found = register_stream.register_stream(x, weight, bias, **options)
     assert found.dtype == torch.bfloat16
-    limit = 0.0 if not gated else 2**-5  # a CPU's exp may differ in the last place
+    limit = 0.0 if not gated else 2**-5  # a CPU's exp may differ in the last bit
     torch.testing.assert_close(found, in_order(x, weight, bias, **options), rtol=limit, atol=limit)
-    if format == "fp8":  # whose slices are long sums
+    if format == "fp8":  # its slices are long sums
         plainly = {"gated": False, "residual_MO": None}
         other = order._replace(slice_inputs=512 if slices > 1 else 64)
         right = in_order(x, weight, None, order=order, **plainly)
         assert not torch.equal(in_order(x, weight, None, order=other, **plainly), right), "the order would not matter"
 
 
-# A gated weight keeps no sums in memory, and one slice has none to keep.
+# MEMORY does not support gated weights, and a single slice has no sums to keep.
 KEPT = [(sums, inputs) for sums in (tma_tiles.REGISTERS, tma_tiles.PROGRAMS) for inputs in (64, 128, 384)]
 WHERE = [(what, *kept) for what in ("nothing", "norm and gate", "residual", "all with bias") for kept in KEPT]
 WHERE += [(what, tma_tiles.MEMORY, inputs) for what in ("nothing", "residual") for inputs in (64, 128)]
@@ -142,7 +142,7 @@ WHERE += [(what, tma_tiles.MEMORY, inputs) for what in ("nothing", "residual") f
 @pytest.mark.parametrize("stages", [2, 5])
 @pytest.mark.parametrize(("surroundings", "sums", "slice_inputs"), WHERE)
 def test_tma_tiles(surroundings, sums, slice_inputs, stages, programs):
-    """Programs with more work than one tile and with none; more stages than a slice has steps; nothing read too late."""
+    """Programs with several tiles and with none; more stages than a slice has steps; nothing is read too late."""
     rows, slices = 75, -(-SIZE // slice_inputs)
     x, weight, (bias, _, residual), _, out, constants, _ = tensors(surroundings, rows)
     gated = len(weight) > OUTPUTS

@@ -1,6 +1,6 @@
-"""Linear layers with norm, gate and residual: right, and a row's result is the same bits whatever else is computed.
+"""Linear layers with norm, gate and residual: correct, and a row's result has the same bits whatever else is computed.
 
-That tiles of different shapes sum alike holds on a GPU only: the interpreter leaves a tile's product to numpy.
+Tiles of different shapes sum in the same order on a GPU only: the interpreter computes a tile's product with numpy.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def some_case(size, outputs, rows, surroundings, device, format="plain", dtype=t
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_the_reference(format, surroundings):
+def test_reference(format, surroundings):
     x, weight, bias, norm, gated, residual = some_case(96, 40, 3, surroundings, "cpu", format)
     found = linear_reference(x, weight, bias, norm=norm, gated=gated, residual_MO=residual)
     exact = weight if format == "plain" else dequantize(weight)
@@ -91,7 +91,7 @@ TILES = {
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("surroundings", [name for name in SURROUNDINGS if name != "norm"])
 def test_tiles(config, slices, format, surroundings):
-    """Inputs that no step divides, outputs that no tile divides."""
+    """Inputs that are no multiple of a step, outputs that are no multiple of a tile."""
     rows, tile, split = TILES[config]
     size, device = 288 if format == "plain" else 576, device_of_kernels()
     x, weight, bias, norm, gated, residual = some_case(size, 40, rows, surroundings, device, format)
@@ -113,7 +113,7 @@ test_tiles.pytestmark += runs_triton
 @pytest.mark.parametrize("group", [32, 96, 128, 256])
 @pytest.mark.parametrize("format", ["int8", "int4 with offsets"])
 def test_groups_of_any_size(format, group, split):
-    """Quantised checkpoints have groups that reach from one slice into the next."""
+    """Quantised checkpoints may have groups that extend from one slice into the next."""
     size, device = 768, device_of_kernels()
     weight = some_weight(format, 40, size, device, group)
     x, order = torch.randn(3, size, device=device), Summation(4, False, 192)
@@ -138,7 +138,7 @@ def test_tiles_by_rows():
 
 
 def test_tiles_have_fewer_stages_where_shared_memory_is_small(monkeypatch):
-    """An H200's are those of the table, of every measured shape; with 99 KB only four slices side by side do not fit."""
+    """On an H200 all measured shapes use the table's tiles; with 99 KB only four slices side by side do not fit."""
     monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
     memory = (MEASURED_SHARED_MEMORY, 99 << 10, 64 << 10)
     for (inputs, outputs, gated), bits, rows in itertools.product(
@@ -181,7 +181,7 @@ def test_slices_follow_from_the_weight_alone(monkeypatch):
 
 
 def test_slices_of_quantised_weights():
-    """More of them, whatever the device and the type: a head has one, so that its logits need not be written."""
+    """They have more slices, on any device and in any type. A head has one, so that its logits need not be written."""
     sizes = [(576, 960, False), (4096, 6144, False), (4096, 28672, True), (14336, 4096, False), (4096, 128256, False)]
     for dtype, device in ((torch.bfloat16, CARD), (torch.float32, torch.device("cpu"))):
         found = [summation.summation(*size, dtype, device, gated=gated, quantised=True) for *size, gated in sizes]
@@ -195,7 +195,7 @@ def test_slices_of_quantised_weights():
 
 
 def test_inputs_of_a_sum():
-    """All of a slice where they share a scale, else what a step has of a group."""
+    """All inputs of a slice if they share a scale, else the inputs of a step that belong to one group."""
     weights = {group: quantize(torch.zeros(1, 768), 8, group) for group in (32, 96, 128, 256, 768)}
     assert [inputs_of_a_sum(Summation(4, False, 192), weight) for weight in weights.values()] == [32, 32, 64, 64, 192]
     assert [inputs_of_a_sum(Summation(2, False, 384), weight) for weight in weights.values()] == [32, 32, 128, 128, 384]
@@ -208,7 +208,7 @@ def kernels(rows, inputs, outputs, format="plain", gated=False, group_size=1):
 
 
 def test_kernels_by_size(monkeypatch):
-    """On a card before Hopper, and on one that multiplies from registers; of shapes that were not measured."""
+    """For shapes that were not measured, on a card before Hopper and on one with the register kernels."""
     monkeypatch.setattr(dispatch, "CONFIGS", {})
     monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
     assert kernels((1, 64, 512), 576, 960) == ["tiles", "tiles", "cublas"]
@@ -225,7 +225,7 @@ def test_kernels_by_size(monkeypatch):
 
 
 def test_cublas_scales_no_sums(monkeypatch):
-    """Where a norm scales the sums, a measured config on cuBLAS is passed over: it would leave the scale out."""
+    """Where a norm scales the sums, a measured config on cuBLAS is skipped: cuBLAS cannot apply the scale."""
     monkeypatch.setattr(dispatch, "CONFIGS", {(576, 960, False): ((1024, "cublas", ()),)})
     monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
     case = Case(200, 576, 960, "plain", torch.bfloat16, CARD)
@@ -235,7 +235,7 @@ def test_cublas_scales_no_sums(monkeypatch):
     assert dispatch.choose_kernel(case) == ("cublas", ())
 
 
-def test_the_head_takes_forms_of_tiles_alone(monkeypatch):
+def test_the_head_uses_configs_of_tiles_only(monkeypatch):
     taken = []
     monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
     monkeypatch.setattr(dispatch, "tiled_head", lambda *_, **options: taken.append(options))
@@ -247,7 +247,7 @@ def test_the_head_takes_forms_of_tiles_alone(monkeypatch):
     assert taken == [{"tile": Tile(64, 16, 128, 4, 5)}, {}, {}]
 
 
-def test_measured_forms_come_first(monkeypatch):
+def test_measured_configs_come_first(monkeypatch):
     configs = ((16, "register_mma", (8, 1)), (64, "tiles", (64, 64, 64, 4, 4, 0)))
     monkeypatch.setattr(dispatch, "CONFIGS", {(576, 960, False): configs})
     monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
@@ -259,11 +259,11 @@ def test_measured_forms_come_first(monkeypatch):
         other_card.setattr(dispatch, "multiprocessors", lambda device: 114)
         assert dispatch.choose_kernel(case._replace(rows=16)) == ("register_mma", ())
     monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
-    assert dispatch.choose_kernel(case._replace(rows=16)) == ("tiles", (64, 64, 64, 4, 4, 0)), "no registers, no such config"
+    assert dispatch.choose_kernel(case._replace(rows=16)) == ("tiles", (64, 64, 64, 4, 4, 0)), "register_mma is skipped"
 
 
 def test_a_norm_comes_before_the_stream(monkeypatch):
-    """Its kernel has none."""
+    """`register_stream` does not compute a norm."""
     monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
     monkeypatch.setattr(dispatch, "case_of", lambda *_: Case(2, 4096, 6144, "int8", torch.bfloat16, CARD, group_size=32))
     monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
@@ -274,7 +274,7 @@ def test_a_norm_comes_before_the_stream(monkeypatch):
     torch.testing.assert_close(ran, [torch.nn.functional.rms_norm(x, (64,), norm.weight, norm.eps)])
 
 
-def test_the_table_for_people(monkeypatch):
+def test_table(monkeypatch):
     monkeypatch.setattr(dispatch, "CONFIGS", {})
     monkeypatch.setattr(summation, "supports_registers", lambda *_: False)
     shapes = [Shape("qkv", 576, 960), Shape("gate_up", 576, 30720, "int8", True, 32)]
@@ -288,8 +288,8 @@ def test_the_table_for_people(monkeypatch):
 WEIGHTS = [(576, 960), (576, 576), (1536, 576), (1536, 2048), (8960, 1536), (4096, 4096), (14336, 4096), (576, 30720)]
 
 
-# Plain weights in all surroundings. Quantised ones in the first and the last of them (nothing; everything, gated), of five
-# shapes: few inputs, slices that are not full, eight slices, long ones, a head.
+# Plain weights in all SURROUNDINGS; quantised ones in the first and the last (nothing; everything, gated), in five shapes:
+# few inputs, slices that are not full, eight slices, long slices, a head.
 QUANTISED = [(576, 960), (8960, 1536), (4096, 4096), (14336, 4096), (576, 32000)]
 CASES = [("plain", *weight, what) for weight in WEIGHTS for what in SURROUNDINGS]
 CASES += [
@@ -299,7 +299,7 @@ CASES += [
 
 @pytest.mark.parametrize(("format", "size", "outputs", "surroundings"), CASES)
 def test_a_row_has_the_same_bits_in_every_kernel(format, size, outputs, surroundings):
-    """All kernels that `linear` chooses between, from one row to a prefill, are near float64 and equal to the bit."""
+    """All kernels that `linear` chooses, from one row to a prefill, are close to float64 and give the same bits."""
     rows = 1024
     outputs = outputs if surroundings not in ("norm and gate", "all with bias") else outputs // 2
     case = some_case(size, outputs, rows, surroundings, "cuda", format, torch.bfloat16)
@@ -323,20 +323,20 @@ test_a_row_has_the_same_bits_in_every_kernel.pytestmark += on_card
 
 
 def measured_configs(kernel: str) -> list[tuple[int, ...]]:
-    """The numbers of its configs that dispatch uses."""
+    """Returns the numbers of a kernel's measured configs."""
     return [numbers for entries in measured.CONFIGS.values() for _, name, numbers in entries if name == kernel and numbers]
 
 
 @pytest.mark.parametrize(("size", "outputs"), [(576, 960), (1536, 576), (1024, 1536)])
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
-def test_every_form_has_the_same_bits(size, outputs, surroundings):
+def test_every_config_has_the_same_bits(size, outputs, surroundings):
     rows, size = 200, min(size, 1024) if surroundings in ("norm and gate", "all with bias") else size
     x, weight, bias, norm, gated, residual = some_case(size, outputs, rows, surroundings, "cuda", "plain", torch.bfloat16)
     order = summation.summation(size, len(weight), torch.bfloat16, CARD, gated=gated)
     options = {"order": order, "norm": norm, "gated": gated}
     wanted = register_mma(x, weight, bias, residual_MO=residual, **options)
     configs = dict.fromkeys((*CONFIGS, *(LaunchConfig(*numbers) for numbers in measured_configs("staged_mma"))))
-    # None holds 1,024 inputs of a gated weight in registers.
+    # No config holds 1,024 inputs of a gated weight in registers.
     for config in (config for config in configs if programs_at_once(config, order, gated, shared_memory(CARD))):
         for count in (5, 17, 64, 77, rows):
             some = None if residual is None else residual[:count].contiguous()
@@ -347,7 +347,7 @@ def test_every_form_has_the_same_bits(size, outputs, surroundings):
         assert torch.equal(found, wanted), (count, wide)
 
 
-test_every_form_has_the_same_bits.pytestmark += on_card
+test_every_config_has_the_same_bits.pytestmark += on_card
 
 
 TMA_CONFIGS = [
@@ -368,7 +368,7 @@ TMA_CONFIGS = [
 @pytest.mark.parametrize(("size", "outputs"), [(576, 960), (1536, 2048), (1000, 1544), (8960, 1536), (14336, 4096)])
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
 def test_tma_tiles_have_the_same_bits(size, outputs, surroundings):
-    """As `tiles`, for numbers of rows that end within a tile and take programs several turns; also in a graph."""
+    """The same bits as `tiles`, also for partial tiles, for several tiles per program, and in a CUDA graph."""
     if not supports_wgmma(CARD):
         pytest.skip("needs Hopper")
     rows = 2100
@@ -401,7 +401,7 @@ test_tma_tiles_have_the_same_bits.pytestmark += on_card
 
 @pytest.mark.parametrize(("rows", "size", "outputs"), [(256, 4096, 28672), (1024, 14336, 4096), (2048, 8960, 1536)])
 def test_cublas_is_used_where_it_sums_in_order(rows, size, outputs):
-    """And is refused where the order is another one: the trial can fail."""
+    """It is used where its bits match; with another order they differ, so the trial can fail."""
     weight = torch.randn(outputs, size, device="cuda").bfloat16()
     order = summation.summation(size, outputs, torch.bfloat16, CARD)
     assert cublas_is_exact(rows, weight, order, None)

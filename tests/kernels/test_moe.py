@@ -1,4 +1,4 @@
-"""Experts on a GPU: routing, grouping and products against their references, and rows that do not depend on each other."""
+"""Experts on a GPU: routing, grouping and products match their references, and rows do not depend on each other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = runs_triton
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize(("num_experts", "chosen"), [(8, 2), (128, 8), (60, 4), (3, 1)])
 def test_route(num_experts, chosen, normalise):
-    scores = torch.randn(5, num_experts + 1, device=device_of_kernels())[:, :num_experts]  # the last column is another's
+    scores = torch.randn(5, num_experts + 1, device=device_of_kernels())[:, :num_experts]  # rows with a larger stride
     weights, experts = route_triton(scores, chosen, normalise=normalise)
     wanted = route_reference(scores, chosen, normalise=normalise)
     assert torch.equal(experts.long(), wanted[1])
@@ -115,13 +115,13 @@ FORMATS = ["int8", "int4", "int4 with offsets", "awq", "fp8", "fp8 in blocks"]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantised_experts_are_those_dequantised_once(format, dtype, num_rows):
-    """Up to rounding: scales are applied to sums, not to weights."""
+    """They are equal up to rounding: scales are applied to sums, not to weights."""
     gate_up, down, x, weights, experts, residual = parts(num_rows, 256, 128, 4, 2, dtype)
     packed = quantised(gate_up, format), quantised(down, format)
     found = experts_triton(*packed, x, weights, experts, residual)
     plain = [dequantised(weight, dtype) for weight in packed]
     wanted = experts_triton(*plain, x, weights, experts, residual)
-    assert (plain[0] - gate_up).abs().max() > 0  # they were rounded indeed
+    assert (plain[0] - gate_up).abs().max() > 0  # the weights were rounded
     torch.testing.assert_close(found, wanted, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-3)
 
 
@@ -136,8 +136,8 @@ def test_a_row_of_quantised_experts_does_not_depend_on_the_others(format):
 
 
 def test_a_row_does_not_depend_on_the_others():
-    """Alone, among others, and when these go elsewhere: the same bits. The interpreter leaves a tile's product to numpy, which
-    sums tiles of other sizes in another order."""
+    """A row has the same bits alone, among others, and if the others are routed elsewhere. The interpreter computes a tile's
+    product with numpy, which sums tiles of other sizes in another order."""
     same = partial(torch.allclose, rtol=1e-5, atol=1e-5) if INTERPRETED else torch.equal
     gate_up, down, x, weights, experts, residual = parts(40, 64, 48, 4, 2)
     whole = experts_triton(gate_up, down, x, weights, experts, residual)

@@ -1,4 +1,4 @@
-"""Quantised experts as they are compiled for sm_90: the order of sums, and registers that no product still reads."""
+"""Quantised experts compiled for sm_90: the order of sums, and that no product still reads overwritten registers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def experts(format: str, outputs: int, size: int) -> torch.Tensor | QuantizedWei
 
 
 def compiled_products(monkeypatch: pytest.MonkeyPatch, format: str, num_rows: int) -> list[Any]:
-    """Both products of 16 of Qwen3-30B-A3B's experts."""
+    """Compiles both products for 16 of Qwen3-30B-A3B's experts."""
     size, inner = 2048, 768
     x = torch.zeros(num_rows, size, dtype=torch.bfloat16)
     weights, chosen = torch.zeros(num_rows, 8), torch.zeros(num_rows, 8, dtype=torch.int32)
@@ -37,8 +37,8 @@ def compiled_products(monkeypatch: pytest.MonkeyPatch, format: str, num_rows: in
 @pytest.mark.parametrize("num_rows", [1, 64])
 @pytest.mark.parametrize("format", ["bf16", *FORMATS])
 def test_what_is_compiled(format: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `linear.tiles`: steps of 16 neighbours (kWidth 2), each complete before its weights' registers are written again.
-    Two kernels of a layer, by few rows an expert and by many, fit the card."""
+    """As in `linear.tiles`, steps are 16 neighbours (kWidth 2) and complete before their weights' registers are overwritten. A
+    layer's two kernels fit the card with few rows per expert and with many."""
     for kernel in compiled_products(monkeypatch, format, num_rows):
         assert kernel.metadata.shared <= MEASURED_SHARED_MEMORY
         if format == "bf16":

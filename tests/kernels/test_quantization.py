@@ -1,4 +1,4 @@
-"""Weight-only quantisation: the layout, its rounding, and what GGUF files hold coming back bit for bit."""
+"""Weight-only quantisation: the layout, the rounding, and that weights of GGUF files are recovered bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.tiny import tiny_decoder
 
 
 def test_layout():
-    """What kernels rely on, by hand: two rows of two groups of two inputs."""
+    """The layout that kernels read, by hand: two rows of two groups of two inputs."""
     scales = torch.tensor([[1.0, 0.5], [-2.0, 0.25]]).half()
     eight = QuantizedWeight(torch.tensor([[1, -2, 3, 4], [5, 6, -7, 127]], dtype=torch.int8), scales, None, 8, 2)
     assert dequantize(eight).tolist() == [[1, -2, 1.5, 2], [-10, -12, -1.75, 31.75]]
@@ -48,27 +48,27 @@ def test_rounding_is_at_most_half_a_step(bits, offsets, steps, group_size):
     groups = weight.unflatten(1, (-1, group_size))
     span = groups.amax(-1) - groups.amin(-1) if offsets else 2 * groups.abs().amax(-1)
     error = (dequantize(quantised) - weight).unflatten(1, (-1, group_size)).abs().amax(-1)
-    # A whole step without offsets, where what is furthest on the other side has no code of its own.
+    # A whole step without offsets: the extreme with the other sign has no code of its own.
     most = 1.0 if bits == 4 and not offsets else 0.5
-    # The scale and the offset are rounded to fp16 themselves.
+    # The scale and the offset are rounded to fp16.
     assert (error <= span * (most / steps + 2**-9)).all()
 
 
 @pytest.mark.parametrize(("kind", "bits", "offsets"), [("Q8_0", 8, False), ("Q4_0", 4, False), ("Q4_1", 4, True)])
-def test_gguf_comes_back(kind, bits, offsets):
+def test_gguf_weights_are_recovered(kind, bits, offsets):
     theirs = gguf.GGMLQuantizationType[kind]
     weight = torch.from_numpy(gguf.dequantize(gguf.quantize(torch.randn(64, 96).numpy(), theirs), theirs))
     kept = smallest_exact_format(weight)
     assert (kept.bits, kept.offsets is not None) == (bits, offsets)
     assert torch.equal(dequantize(kept), weight)
-    # Files of more than a billion numbers are unpacked to fp16.
+    # Files of more than a billion weights are unpacked to fp16.
     rounded = weight.half().float()
     kept = smallest_exact_format(rounded)
     assert (kept.bits, kept.offsets is not None) == (bits, offsets)
     torch.testing.assert_close(dequantize(kept), weight, rtol=0, atol=weight.abs().max().item() * 2**-9)
 
 
-def test_what_is_not_quantised_takes_8_bits():
+def test_weights_that_no_format_holds_take_8_bits():
     weight = torch.randn(64, 96)
     assert smallest_exact_format(weight).bits == 8
     weight = dequantize(quantize(weight, 4))
@@ -101,7 +101,7 @@ def test_fp8(block):
     linear, x = QuantizedLinear(weight), torch.randn(3, 256)
     torch.testing.assert_close(linear(x), x @ made.dequantize().t())
     linear.to(torch.bfloat16)
-    assert (linear.codes.dtype, linear.scales.dtype) == (torch.float8_e4m3fn, torch.float32), "its type is its own"
+    assert (linear.codes.dtype, linear.scales.dtype) == (torch.float8_e4m3fn, torch.float32), "the types are kept"
     assert kept_fp8(fp8_weight(torch.randn(200, 300), (128, 128))) is None, "the last block is partial"
 
 
@@ -132,7 +132,7 @@ def test_a_network(name, bits):
 
 
 def test_refused():
-    with pytest.raises(UserError, match=r"groups of 32 inputs and layers\.0\..* has 40"):
+    with pytest.raises(UserError, match=r"multiple of 32; layers\.0\..* has 40"):
         quantize_linears(tiny_decoder(hidden_size=40), "int8")
     with pytest.raises(UserError, match=r"awq.*int8 or int4"):
         check_quantization("awq")

@@ -1,4 +1,4 @@
-"""The linear that feeds tensor cores from memory: compiled for the card anywhere Triton is. `test_linear` runs it."""
+"""The `register_mma` kernel, compiled for the card wherever Triton is installed. `test_linear` runs it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def assembly_of(monkeypatch: pytest.MonkeyPatch, gated: bool, **options: Any) ->
 @compiles
 @pytest.mark.parametrize("gated", [False, True])
 def test_it_compiles_for_hopper_with_one_barrier(gated, monkeypatch):
-    """What a thread loads is what it multiplies: nothing but the slices' sums goes through shared memory."""
+    """Each thread multiplies what it loads: only the slices' sums go through shared memory."""
     assembly = assembly_of(monkeypatch, gated, norm=Norm(torch.ones(576).bfloat16(), 1e-5))
     assert assembly.count("bar.sync") == 1
     assert assembly.count("mma.sync") == (24 if gated else 12)
     assert assembly.index("griddepcontrol.launch") < assembly.index("ld.global") < assembly.index("griddepcontrol.wait")
-    assert assembly.count("ld.global.v2.b32") == assembly.count("ld.global"), "four inputs a load"
+    assert assembly.count("ld.global.v2.b32") == assembly.count("ld.global"), "four inputs per load"
 
 
 @compiles
@@ -38,7 +38,7 @@ def test_it_compiles_for_hopper_with_one_barrier(gated, monkeypatch):
 def test_wide_loads_are_exchanged_without_shared_memory(gated, monkeypatch):
     assembly = assembly_of(monkeypatch, gated, wide=True)
     assert assembly.count("bar.sync") == 1
-    assert assembly.count("ld.global.v4.b32") == (24 if gated else 12), "eight weights a load"
+    assert assembly.count("ld.global.v4.b32") == (24 if gated else 12), "eight weights per load"
 
 
 def test_rows_of_a_program():

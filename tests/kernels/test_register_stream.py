@@ -1,5 +1,5 @@
-"""The linear whose weights stream through shared memory: compiled for the card anywhere Triton is. `test_linear` runs it there,
-`test_gluon_linears` in torch."""
+"""The `register_stream` kernel, compiled for the card wherever Triton is installed. `test_linear` runs it on a card,
+`test_gluon_linears` emulated with torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fledge.kernels.linear.summation import Summation, summation
 from fledge.kernels.quantization import QuantizedWeight
 from tests.kernels.support import compiled, compiles
 
-# Bits, types of codes and scales, inputs that share a scale (0: all).
+# Bits, types of codes and scales, inputs per scale (0: all).
 FORMATS = {
     "int8": (8, torch.int8, torch.float16, 32),
     "int4": (4, torch.uint8, torch.float16, 128),
@@ -26,7 +26,7 @@ def test_where_it_serves() -> None:
     assert (long.step, odd.step) == (128, 64)
     assert module.serves(4096, long, 4096)
     assert module.serves(8960, odd, 32)
-    assert not module.serves(4096, long, 16), "a product has 16 inputs, and a scale has to be the same for two"
+    assert not module.serves(4096, long, 16), "two products of 16 inputs have to share a scale"
     assert not module.serves(4160, Summation(1, False, 4160 + 64), 32)
 
 
@@ -35,7 +35,7 @@ def test_where_it_serves() -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("size", "outputs", "gated"), [(4096, 4096, False), (4096, 14336, True), (8960, 1536, False)])
 def test_it_compiles_for_hopper(format, size, outputs, gated, rows, monkeypatch):
-    """Products of 16 neighbours in order; only codes and the slices' sums go through shared memory."""
+    """Products are of 16 neighbours in order; only codes and the slices' sums go through shared memory."""
     (bits, codes, scales, group), lines = FORMATS[format], outputs * (2 if gated else 1)
     group = group or size
     order = summation(size, lines, torch.bfloat16, torch.device("cuda"), gated=gated, quantised=True)
@@ -47,7 +47,7 @@ def test_it_compiles_for_hopper(format, size, outputs, gated, rows, monkeypatch)
     (kernel,) = compiled(monkeypatch, module, "_register_stream", call)
     assembly = kernel.asm["ptx"]
     products = assembly.count("mma.sync.aligned.m16n8k16")
-    # Of the halves of a gated weight, of the inputs' sums, of a second eight rows.
+    # More products for the second half of a gated weight, for the inputs' sums (offsets), and for more than eight rows.
     products_of_a_step = order.step // 16 * (2 if gated else 1) * (1 if offsets is None else 2) * (2 if rows > 8 else 1)
     together = 2 if order.slice_inputs // order.step % 2 == 0 else 1
     assert products == products_of_a_step * together

@@ -1,4 +1,4 @@
-"""The linear whose rows lie in shared memory: compiled for the card anywhere Triton is. `test_linear` runs it."""
+"""The `staged_mma` kernel, compiled for the card wherever Triton is installed. `test_linear` runs it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CARD = (132, MEASURED_SHARED_MEMORY)  # an H200
     [Config(16, 16), Config(16, 32, 2), Config(32, 16), Config(64, 16), Config(32, 32, 2)],
 )
 def test_it_compiles_for_hopper_with_a_barrier_a_tile(config, gated, monkeypatch):
-    """Weights are loaded before the wait, rows are copied after it, all at once; what a thread loads it multiplies."""
+    """Weights are loaded before the wait, all rows are copied after it, and each thread multiplies what it loads."""
     x, weight = torch.zeros(300, 576).bfloat16(), torch.zeros(3072 if gated else 1536, 576).bfloat16()
     options = {"order": SHORT, "config": config, "norm": Norm(torch.ones(576).bfloat16(), 1e-5), "gated": gated}
     (kernel,) = compiled(monkeypatch, module, "_staged_mma", lambda: module.staged_mma(x, weight, **options))
@@ -36,11 +36,11 @@ def test_it_compiles_for_hopper_with_a_barrier_a_tile(config, gated, monkeypatch
     assert assembly.index("ld.global.v2") < assembly.index("griddepcontrol.wait") < assembly.index("cp.async.cg")
     last_copy = assembly.rindex("cp.async.cg")
     assert last_copy < assembly.index("cp.async.wait_group")
-    assert ".local" not in assembly, "no register is spilt"
+    assert ".local" not in assembly, "registers are spilled"
 
 
-def test_a_tile_s_rows_are_spread_as_in_the_register_kernel():
-    """The order in which squares are summed follows from it."""
+def test_rows_have_the_layout_of_register_mma():
+    """The layout determines the order in which squares are summed."""
     if module.gl is None:
         pytest.skip("needs Triton")
     assert layouts(16, 1)["X_LAYOUT"] == register_mma.layouts(16, False)["X_LAYOUT"]
@@ -52,11 +52,11 @@ def test_programs_that_fit_a_multiprocessor():
     memory = MEASURED_SHARED_MEMORY
     assert programs_at_once(Config(32, 16), SHORT, False, memory) == 3
     assert programs_at_once(Config(32, 16), SHORT, True, memory) == 2
-    assert programs_at_once(Config(64, 32), SHORT, False, memory) == 1, "memory"
-    assert programs_at_once(Config(32, 32), LONG, False, memory) == 0, "registers"
+    assert programs_at_once(Config(64, 32), SHORT, False, memory) == 1, "limited by memory"
+    assert programs_at_once(Config(32, 32), LONG, False, memory) == 0, "limited by registers"
     assert all(programs_at_once(config, LONG, True, memory) == 0 for config in CONFIGS if config.groups == 1)
     assert programs_at_once(Config(32, 16), SHORT, False, 99 << 10) == 1
-    assert programs_at_once(Config(64, 16), SHORT, False, 99 << 10) == 0, "more than a card of 99 KB has"
+    assert programs_at_once(Config(64, 16), SHORT, False, 99 << 10) == 0, "needs more shared memory than 99 KB"
 
 
 def test_the_smallest_programs_that_run_at_once():
@@ -66,7 +66,7 @@ def test_the_smallest_programs_that_run_at_once():
     assert choose_config(64, 576, LONG, False, *CARD) == Config(32, 16)
 
 
-# The place in CONFIGS of the config for each of ROWS rows; "-": none.
+# The index in CONFIGS of the config for each number of ROWS; "-": none.
 ROWS = (1, 16, 17, 32, 33, 64, 65, 96, 128, 129, 200, 256, 300, 512)
 CHOICES = {
     (576, 960, False): "000000000011--",
@@ -79,8 +79,8 @@ CHOICES = {
 }
 
 
-def test_the_forms_of_an_h200(monkeypatch):
-    """For every measured shape, as they were when the limit was a constant. The other shapes have no registers to hold them."""
+def test_configs_on_an_h200(monkeypatch):
+    """For every measured shape, as when the limit was a constant. The other shapes do not fit in registers."""
     monkeypatch.setattr(summation, "supports_registers", lambda *_: True)
     found = {}
     for inputs, outputs, gated in measured.CONFIGS:

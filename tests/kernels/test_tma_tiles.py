@@ -1,4 +1,4 @@
-"""The linear by TMA and wgmma, compiled for the card anywhere Triton is. `test_gluon_linears` and `test_linear` run it."""
+"""The `tma_tiles` kernel, compiled for the card wherever Triton is installed. `test_gluon_linears` and `test_linear` run it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def compiled_tiles(monkeypatch, config, size, outputs, slices, *, gated=False, b
 
 
 def assembled(ptx: str, folder) -> str:
-    """What the assembler says of it."""
+    """Returns the assembler's report on a kernel."""
     (folder / "kernel.ptx").write_text(ptx)
     command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", folder / "kernel.ptx", "-o", folder / "kernel.cubin"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-# What `benchmarks/gpu_linear_forms.py` measures, with the linears that ask for most.
+# The configs that `benchmarks/gpu_linear_forms.py` measures, with the linears that need most registers and shared memory.
 CONFIGS = [
     (LaunchConfig(128, 128, 8, 6, REGISTERS), 1536, 2048, 4, {"bias": True, "scale": True}),
     (LaunchConfig(128, 128, 8, 6, REGISTERS), 8960, 1536, 4, {"residual": True}),
@@ -64,34 +64,34 @@ CONFIGS = [
 
 @compiles
 @pytest.mark.parametrize(("config", "size", "outputs", "slices", "extras"), CONFIGS)
-def test_products_and_copies_run_beside_each_other(config, size, outputs, slices, extras, monkeypatch, tmp_path):
+def test_products_and_copies_overlap(config, size, outputs, slices, extras, monkeypatch, tmp_path):
     kernel = compiled_tiles(monkeypatch, config, size, outputs, slices, **extras)
     ptx = kernel.asm["ptx"]
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\w+)", ptx)) == {f"m64n{config.outputs}k16"}
     assert "cp.async.bulk.tensor.2d.shared" in ptx
-    # Weights are on their way before the kernel waits for its rows.
+    # The first weights are requested before the kernel waits for its rows.
     halves = 2 if "gated" in extras else 1
     assert ptx.split("griddepcontrol.wait")[0].count("cp.async.bulk.tensor.2d.shared") == halves * (config.stages - 1)
-    # The next kernel may start before this one waits, or when a program has multiplied all it has to.
+    # The next kernel may start before this one waits (`early`), or after a program's last product.
     before, after = ptx.split("griddepcontrol.wait")
     assert ("griddepcontrol.launch_dependents" in before, "griddepcontrol.launch_dependents" in after) == (
         (True, False) if config.early else (False, True)
     )
-    # One product stays under way, and no warp's inputs are replaced before all warps have multiplied them.
+    # One product stays in flight, and inputs are overwritten only when all warps have multiplied them.
     assert "wgmma.wait_group.sync.aligned 1;" in ptx
     for after in re.split(r"wgmma\.wait_group", ptx)[1:]:
         assert "cp.async.bulk.tensor" not in after.split("bar.sync")[0]
-    said = assembled(ptx, tmp_path)
-    assert "0 bytes spill stores, 0 bytes spill loads" in said
-    assert "Performance Loss" not in said, "products one after the other"
-    registers = int(re.search(r"Used (\d+) registers", said)[1])
+    report = assembled(ptx, tmp_path)
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert "Performance Loss" not in report, "the assembler serialised the products"
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
     assert config.beside * (kernel.metadata.shared + 1024) <= SHARED_BYTES + 1024
     assert config.beside * registers * 32 * config.warps <= REGISTER_FILE
     assert len(kernel.metadata.tensordesc_meta) == 2
     assert kernel.metadata.launch_pdl
 
 
-def test_measured_forms_run_where_the_card_has_the_instructions(monkeypatch):
+def test_measured_configs_need_wgmma(monkeypatch):
     numbers = (128, 128, 8, 6, 0, 1)
     monkeypatch.setattr(dispatch, "CONFIGS", {(8960, 1536, False): ((1 << 20, "tma_tiles", numbers),)})
     case = Case(8192, 8960, 1536, "plain", torch.bfloat16, CARD)
@@ -102,7 +102,7 @@ def test_measured_forms_run_where_the_card_has_the_instructions(monkeypatch):
     assert dispatch.choose_kernel(case) == ("cublas", ())
 
 
-def test_what_it_cannot_read_goes_to_tiles(monkeypatch):
+def test_operands_that_tma_cannot_read_go_to_tiles(monkeypatch):
     ran = []
     monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
     monkeypatch.setattr(dispatch, "supports_wgmma", lambda device: True)
@@ -118,5 +118,5 @@ def test_what_it_cannot_read_goes_to_tiles(monkeypatch):
     assert ran == [LaunchConfig(64, 64, 4, 6, 0, 2), "tiles"]
 
 
-def test_no_card_has_no_such_instructions():
+def test_a_cpu_has_no_wgmma():
     assert not tma_tiles.supports_wgmma(torch.device("cpu"))

@@ -1,16 +1,16 @@
-"""Codes of quantised weights (int8, int4, FP8) as bfloat16: exactly, so that scales can be applied to sums (`summation`).
+"""Converts codes of quantised weights (int8, int4, FP8) to bfloat16 without rounding. Scales are applied to sums (`summation`).
 
-A conversion of integers waits for a slow unit. Instead bits are placed in the mantissa of a float: 0x4300 is the bfloat16 128,
-whose last bit is worth 1, so 0x4300 | n is 128 + n for n below 128, and one fma of a pair leaves n (subtractions of bfloat16
-came with Hopper).
+Integer-to-float conversions run on a slow unit. Instead, bits are placed in a float's mantissa: 0x4300 is the bfloat16 128,
+whose last bit is worth 1, so 0x4300 | n is 128 + n for n below 128. One fma then leaves n, for two values at once (GPUs before
+Hopper cannot subtract bfloat16).
 
-    int8   2.0 instructions a weight     low seven bits in 128, less 128, or less 256 where the sign bit is set
-    int4   1.75                          a nibble in 128, less 136 (codes less 8), or less 128 (where there are offsets)
-    FP8    2.0                           to float16, float32 and bfloat16: there is no shorter way
+    int8   2.0 instructions per weight   128 + low seven bits, minus 128, or minus 256 if the sign bit is set
+    int4   1.75                          128 + nibble, minus 136 (value = nibble - 8), or minus 128 (formats with offsets)
+    FP8    2.0                           to float16, then float32, then bfloat16: there is no shorter way
 
-Scaled in float32 and rounded, as weights once were here, they took 2.75 to 3.
+An earlier version scaled each weight in float32 and rounded it, in 2.75 to 3 instructions.
 
-Weights of 4 bits are read as units of 16 bits: four neighbouring inputs.
+4-bit weights are loaded in units of 16 bits: four neighbouring inputs.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from fledge.kernels.triton_support import COMPILED, jit, tl
 
 
 class Codes(NamedTuple):
-    """A weight's format and the steps that its kernel reads it in. A compile-time constant."""
+    """A weight's format and the step size in which its kernel reads it. A compile-time constant of the kernel."""
 
     size: int  # inputs
     bits: int
     group: int = 1  # inputs that share a scale
     has_offsets: bool = False
-    scales_slices: bool = False  # all inputs share a scale, which a slice's sum is multiplied by; else a step's sum
-    step: int = 64  # inputs
+    scales_slices: bool = False  # all inputs share a scale, applied to the sum of a slice; else to the sum of each step
+    step: int = 64  # inputs per step
 
 
 def units_of(codes: Tensor, bits: int) -> Tensor:
-    """The codes as kernels read them."""
+    """Returns the codes as kernels load them: 4-bit codes as int16 words."""
     return codes.view(torch.int16) if bits == 4 else codes
 
 
@@ -49,7 +49,7 @@ def _pairs_of_bytes() -> str:
 
 
 def _four_nibbles(zero: str) -> str:
-    """`zero`: twice the bfloat16 that is added. The second nibble is moved to where the upper half of a pair starts."""
+    """Returns PTX for four nibbles. `zero`: the bfloat16 to add, twice. Each pair's second nibble is moved to bit 16."""
     spread = "cvt.u32.u16 u, $4; shl.b32 low, u, 12; or.b32 high, u, low;"
     pairs = (
         "lop3.b32 low, high, 0x000F000F, 0x43004300, 0xEA; "
@@ -77,11 +77,11 @@ if tl is not None:
 
 @jit
 def read_weights(codes_ptr, line, inside, start, LINES: tl.constexpr, CODES: tl.constexpr, dtype: tl.constexpr):
-    """[LINES, STEP] of a quantised weight in the activations' type, not scaled, from input `start` on."""
+    """Loads codes [LINES, STEP] from input `start` on and converts them, not scaled, to the activations' type."""
     BITS: tl.constexpr = CODES.bits
     STEP: tl.constexpr = CODES.step
     IS_FP8: tl.constexpr = codes_ptr.dtype.element_ty == tl.float8e4nv
-    PACKED: tl.constexpr = 4 if BITS == 4 else 1  # codes a unit
+    PACKED: tl.constexpr = 4 if BITS == 4 else 1  # codes per unit
     UNITS: tl.constexpr = CODES.size // PACKED
     ZERO: tl.constexpr = 0.0 if IS_FP8 else 0
     unit = start // PACKED + tl.arange(0, STEP // PACKED)
@@ -109,7 +109,7 @@ def read_weights(codes_ptr, line, inside, start, LINES: tl.constexpr, CODES: tl.
 
 @jit
 def scaled(sums, factors_ptr, line, inside, start, total, CODES: tl.constexpr):
-    """total + sums [LINES, ROWS] times the scales (or offsets) of the lines at input `start`."""
+    """Returns total + sums [LINES, ROWS] * factors. `factors_ptr`: scales or offsets; read for the lines' groups at `start`."""
     GROUPS: tl.constexpr = CODES.size // CODES.group
     group = start // CODES.group
     factors = tl.load(factors_ptr + line * GROUPS + group, mask=inside & (group < GROUPS), other=0.0)
@@ -130,8 +130,8 @@ def add_product(
     CODES: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Adds the product of a step's inputs [STEP, ROWS], from `start` on, to the sums [LINES, ROWS] of a slice. Where all inputs
-    share a scale, the sums are scaled at the end of the slice."""
+    """Adds the product of a step's inputs [STEP, ROWS], from `start` on, to the sums [LINES, ROWS] of a slice. If all inputs
+    share a scale, the caller scales the sums at the end of the slice."""
     w = read_weights(codes_ptr, line, inside, start, LINES, CODES, dtype)
     if CODES.scales_slices:
         total = finished_step(tl.dot(w, x, total, input_precision="ieee"))
@@ -140,7 +140,7 @@ def add_product(
         none = tl.zeros([LINES, ROWS], tl.float32)
         total = scaled(tl.dot(w, x, none, input_precision="ieee"), scales_ptr, line, inside, start, total, CODES)
         if CODES.has_offsets:
-            # 16 equal lines: the sums of the inputs, in the order of the products.
+            # A product with 16 identical lines of ones sums the inputs in the same order as the products.
             ones = tl.full([16, CODES.step], 1.0, dtype)
             inputs = tl.dot(ones, x, tl.zeros([16, ROWS], tl.float32), input_precision="ieee")
             inputs = tl.max(inputs, axis=0)[None, :] + none
@@ -150,8 +150,8 @@ def add_product(
 
 @jit
 def layout_fence(w):
-    """The weights themselves. The compiler moves no change of layout above this: else it gives each thread of a tile of fewer
-    than 64 outputs four neighbouring codes, and the 16 inputs of a product are no neighbours."""
+    """Returns the weights unchanged; keeps the compiler from moving a layout conversion above this point. It would give each
+    thread of a tile of fewer than 64 outputs four neighbouring codes, and a product's 16 inputs would not be neighbours."""
     if COMPILED:
         if w.dtype.primitive_bitwidth == 16:
             w = tl.inline_asm_elementwise("// $0", "=r,0", [w], dtype=w.dtype, is_pure=False, pack=2)
@@ -162,8 +162,8 @@ def layout_fence(w):
 
 @jit
 def finished_step(sums):
-    """The sums themselves, read by something that is no product: all products of the step are then complete. Else wgmma, which
-    reads weights from registers while the program goes on, has products under way when the next step writes to those."""
+    """Returns the sums unchanged, read by an instruction that is not a product, so that all products of the step are complete.
+    Otherwise wgmma, which reads weights from registers asynchronously, may still read some that the next step overwrites."""
     if COMPILED:
         sums = tl.inline_asm_elementwise("// $0", "=f,0", [sums], dtype=tl.float32, is_pure=False, pack=1)
     return sums

@@ -1,10 +1,10 @@
-"""The linear layer for many rows on cuBLAS, where it sums in the order of `summation`.
+"""The linear layer for many rows on cuBLAS, for shapes where cuBLAS sums in the order of `summation`.
 
-cuBLAS splits K for some shapes and not for others. So it is used for a shape only after a trial on random inputs gave the bits
-of `tiles`; of a weight with several slices it computes one slice after the other, in fp32.
+cuBLAS splits K for some shapes and not for others. So it is used for a shape only after a trial on random inputs gave the same
+bits as `tiles`. For a weight with several slices, cuBLAS computes one slice after the other, in fp32.
 
-A trial takes place at the first use of a shape: where a graph is recorded, before it is. The host waits for its result, unless
-requests would wait too (`background_trials`): then the linear runs on `tiles`, to the same bits, until the result is there.
+A trial runs at the first use of a shape; for a CUDA graph, before the capture. The host waits for the result, except where
+requests would wait too (`background_trials`): then the linear runs on `tiles`, with the same bits, until the result is known.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from fledge.kernels.linear.tiles import tiled_linear
 
 
 class _Trial(NamedTuple):
-    """One whose result the host has not read."""
+    """A trial whose result the host has not read yet."""
 
-    is_exact: Tensor  # on the host once the event has passed
+    is_exact: Tensor  # on the host; valid once the event has completed
     event: torch.cuda.Event
 
 
 _trials: dict[tuple, bool | _Trial] = {}
-_waits = True
+_wait_for_trials = True
 
 
 @contextmanager
 def background_trials() -> Iterator[None]:
-    """Inside, nothing waits for a trial."""
-    global _waits
-    before, _waits = _waits, False
+    """Inside this context the host does not wait for trials."""
+    global _wait_for_trials
+    before, _wait_for_trials = _wait_for_trials, False
     try:
         yield
     finally:
-        _waits = before
+        _wait_for_trials = before
 
 
 def cublas_is_exact(rows: int, weight_OK: Tensor, order: Summation, bias_O: Tensor | None) -> bool:
-    """Whether cuBLAS is known to give the bits of `tiles` for this shape. While a graph is captured nothing is tried."""
+    """Whether cuBLAS is known to give the same bits as `tiles` for this shape. No trial starts while a graph is captured."""
     key = (rows, *weight_OK.shape, order.slices, weight_OK.dtype, weight_OK.device, bias_O is not None)
     trial = _trials.get(key)
     if torch.cuda.is_current_stream_capturing():
@@ -54,7 +54,7 @@ def cublas_is_exact(rows: int, weight_OK: Tensor, order: Summation, bias_O: Tens
     if trial is None:
         trial = _trials[key] = _start_trial(rows, weight_OK, order, bias_O)
     if isinstance(trial, _Trial):
-        if not _waits and not trial.event.query():
+        if not _wait_for_trials and not trial.event.query():
             return False
         trial.event.synchronize()
         trial = _trials[key] = bool(trial.is_exact)

@@ -1,15 +1,16 @@
-"""Which kernel runs a linear layer: one table by rows, inputs, outputs, weight format, activation type and device.
+"""Chooses the kernel of a linear layer by rows, inputs, outputs, weight format, activation type and device, and calls it.
 
     out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
 
-Every kernel sums in the order of `summation`, so the choice changes the speed and no bit of a result. A decoding step is bound
-by launches or by reading weights: for few rows such a layer is one kernel (two where a wide weight has a norm). Measured shapes
-have their launch configs in `measured.CONFIGS`, on cards like the measured one; else the first rule of `TABLE` that serves a
-case names the kernel.
+Every kernel sums in the order of `summation`, so the choice changes the speed and no bit of a result. A decode step is bound by
+kernel launches or by reading weights, so for few rows a layer is one kernel (two if a wide weight has a norm). On cards like
+the measured one, measured shapes take their launch configs from `measured.CONFIGS`; otherwise the first rule of `TABLE` whose
+condition holds names the kernel.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 
-The head is a linear, too, after the final norm. For few greedy rows its logits never leave the chip (`head_choice`).
+The head is a linear, too, after the final norm. For few rows and greedy decoding its logits are not written to memory
+(`head_choice`).
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ class Case(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A kernel and the cases it serves."""
+    """A kernel and the condition for choosing it."""
 
     kernel: str
     needs: Callable[[Case], bool] = lambda case: True
 
 
 # `benchmarks/gpu_linears.py` measures the limits.
-#   register_mma     few rows of a narrow weight (bfloat16, Gluon, Hopper or newer), fed from memory; fuses the norm
-#   staged_mma       up to 64 rows of a plain small weight, where all its programs run at once; fuses the norm
-#   register_stream  few rows of a quantised weight (bfloat16, Gluon, Hopper or newer), whose codes stream through shared memory
-#   cublas           many rows of a plain weight, where a trial shows that it sums in the same order
-#   tma_tiles        many rows of a plain weight with several slices (bfloat16, Gluon, Hopper): measured shapes alone, no rule
-#   tiles            anything: programs of outputs x rows; slices are computed side by side, in turn or by programs of their own
+#   register_mma     few rows, narrow weight (bfloat16, Gluon, Hopper or newer): loads operands into registers; fuses the norm
+#   staged_mma       up to 64 rows, small plain weight, if all programs run at the same time; fuses the norm
+#   register_stream  few rows, quantised weight (bfloat16, Gluon, Hopper or newer): streams codes through shared memory
+#   cublas           many rows, plain weight, if a trial shows that cuBLAS sums in the same order
+#   tma_tiles        many rows, plain weight with several slices (bfloat16, Gluon, Hopper): only for measured shapes, no rule
+#   tiles            anything: programs of outputs x rows; slices run side by side, in sequence, or as programs of their own
 TABLE: tuple[Rule, ...] = (
     Rule("register_mma", lambda case: case.order.scales_sums and case.rows <= most_register_rows(case)),
     Rule("staged_mma", lambda case: case.format == "plain" and case.order.scales_sums and can_be_staged(case)),
@@ -79,7 +80,7 @@ TABLE: tuple[Rule, ...] = (
 
 
 def most_register_rows(case: Case) -> int:
-    """Every 8 or 16 rows read the weight again from the L2 cache, so small weights serve more rows."""
+    """The most rows for `register_mma`. Every 8 or 16 rows read the weight again from the L2 cache: more for small weights."""
     return max(16, min(64, 40_000_000 // (case.inputs * case.outputs) // 16 * 16))
 
 
@@ -89,15 +90,15 @@ def can_stream(case: Case) -> bool:
 
 
 def fewest_cublas_rows(case: Case) -> int:
-    """With several slices it computes one after the other in fp32, which pays for prefills alone."""
+    """The fewest rows for cuBLAS. With several slices it computes one after the other in fp32, which pays only for prefills."""
     if case.order.scales_sums:
         return NEVER
     return 65 if case.order.slices == 1 else 512
 
 
 def can_be_staged(case: Case) -> bool:
-    """Beyond these limits tiles are faster: 128 rows of 135M's gate and up take 7.1 instead of 9.6 µs, 64 of 1.5B's o 4.7
-    instead of 6.5."""
+    """Whether `staged_mma` is used. Beyond these limits `tiles` is faster: 7.1 instead of 9.6 µs for 128 rows of 135M's
+    gate_up, 4.7 instead of 6.5 for 64 rows of 1.5B's o."""
     return case.rows <= 64 and case.inputs * case.outputs <= 2_000_000 and staged_config(case) is not None
 
 
@@ -111,8 +112,8 @@ NEVER = 1 << 62
 
 
 def choose_kernel(case: Case) -> tuple[str, tuple[int, ...]]:
-    """The kernel, and the numbers of its launch config (see `measured`); none: as the kernel itself chooses."""
-    # A config fills the card that it was measured on; one with fewer or more multiprocessors takes the rules.
+    """Returns the kernel and the numbers of its launch config (see `measured`); empty: the kernel chooses its config."""
+    # A config fills the card that it was measured on; cards with fewer or more multiprocessors use the rules.
     is_measured = multiprocessors(case.device) == MEASURED_MULTIPROCESSORS
     if case.format == "plain" and case.dtype == torch.bfloat16 and is_measured:
         for most, kernel, config in CONFIGS.get((case.inputs, case.outputs, case.gated), ()):
@@ -125,7 +126,7 @@ def serves_plain(kernel: str, case: Case) -> bool:
     if kernel == "tma_tiles":
         return supports_wgmma(case.device)
     if kernel == "cublas":
-        return not case.order.scales_sums  # it does not scale sums
+        return not case.order.scales_sums  # cuBLAS cannot apply the norm's scale to the sums
     return case.order.scales_sums or kernel == "tiles"
 
 
@@ -144,16 +145,16 @@ def linear(
     residual_MO: Tensor | None = None,
     pdl_barrier: bool = False,
 ) -> Tensor:
-    """`pdl_barrier`: for programmatic dependent launch (PDL), by which a kernel starts while the one before it still runs (see
-    `triton_support`). The next kernel, attention, starts only when this one has waited for all kernels before it. So it may
-    read what those wrote (settled keys, lengths) without waiting itself.
+    """Computes a linear layer with norm, bias, gate and residual. With programmatic dependent launch (PDL) a kernel starts
+    while the previous one still runs (see `triton_support`). `pdl_barrier`: the next kernel, attention, starts only when this
+    one has waited for all earlier ones, so it may read what those wrote (settled keys, lengths) without waiting itself.
     """
     if not use_triton(x_MK):
         return linear_reference(x_MK, weight, bias_O, norm=norm, gated=gated, residual_MO=residual_MO)
     case = case_of(x_MK, weight, gated)
     order, (kernel, config) = case.order, choose_kernel(case)
     options: dict[str, Any] = {"order": order, "gated": gated, "residual_MO": residual_MO}
-    # Products by a norm's weight that is wider than the activations (Gemma's) would be rounded twice.
+    # If the norm's weight has a wider type than the activations (Gemma), input * weight would be rounded twice.
     if norm is not None and (not order.scales_sums or norm.weight.dtype != x_MK.dtype):
         x_MK, norm = rms_norm(x_MK, norm.weight, norm.eps), None
     fused = options | {"norm": norm, "pdl_barrier": pdl_barrier}
@@ -183,11 +184,11 @@ def linear(
 
 
 def tile_options(config: tuple[int, ...]) -> dict[str, Any]:
-    """Of `tiles`, from the numbers of a launch config."""
+    """Returns options for `tiles` from the numbers of a launch config."""
     return {"tile": Tile(*config[:5])} if config else {}
 
 
-FUSED_ROWS = 64  # up to which the best of each block of the vocabulary is chosen where its logits are made
+FUSED_ROWS = 64  # most rows for which the kernel that computes the logits also chooses the best of each vocabulary block
 
 
 def head_choice(
@@ -199,11 +200,11 @@ def head_choice(
     ahead: int = 0,
     ids_V: Tensor | None = None,
 ) -> PartialArgmax:
-    """The final norm, the head and the choice of a token. `x_ND`: before the norm. The rest is as in `sample.choose`."""
+    """Computes the final norm, the head and the choice of a token. `x_ND`: before the norm. The rest: see `sample.choose`."""
     hidden = rms_norm(x_ND, norm.weight, norm.eps)
     if use_triton(x_ND) and draws is None and len(x_ND) <= FUSED_ROWS:
         case = case_of(hidden, weight_VD)
-        if case.order.slices == 1:  # a vocabulary of 3,840 or more
+        if case.order.slices == 1:  # a vocabulary of at least 3,840 (quantised: 32,000)
             kernel, config = choose_kernel(case)
             options = tile_options(config) if kernel == "tiles" else {}
             return tiled_head(hidden, weight_VD, case.order, ids_V, **options)
@@ -227,7 +228,7 @@ ROWS = (1, 2, 4, 16, 64, 128, 256, 1024)
 def table(
     device: torch.device, shapes: Iterable[Shape], dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = ROWS
 ) -> list[dict[str, str | int]]:
-    """For people: the kernel of each shape by its number of rows; on a CPU one serves all."""
+    """Returns, for display, the kernel of each shape for each number of rows; on a CPU all use the same one."""
     on_cpu = "native" if native.library() is not None else "torch"
     lines = []
     for shape in shapes:

@@ -1,15 +1,15 @@
 """The fastest launch config of a linear by its shape and number of rows, measured on an H200.
 
-Written by `benchmarks/gpu_linears.py --fill` from a run's file. A shape that is not here has the limits of `dispatch`.
+Written by `benchmarks/gpu_linears.py --fill` from a run's file. Shapes that are not listed use the rules of `dispatch`.
 """
 
 from __future__ import annotations
 
-# (inputs, outputs, gated): up to so many rows, the kernel, and the numbers of its config.
-#   register_mma     rows of a program; whether a thread loads eight weights at once
-#   staged_mma       `staged_mma.LaunchConfig`
-#   tiles            `tiles.Tile`; whether slices are programs of their own
-#   tma_tiles        `tma_tiles.LaunchConfig`
+# (inputs, outputs, gated): for up to so many rows, the kernel and the numbers of its config (empty: the kernel chooses).
+#   register_mma     rows per program; whether a thread loads eight weights at once
+#   staged_mma       fields of `staged_mma.LaunchConfig`
+#   tiles            fields of `tiles.Tile`; whether slices are programs of their own
+#   tma_tiles        fields of `tma_tiles.LaunchConfig`
 #   cublas           none
 CONFIGS: dict[tuple[int, int, bool], tuple[tuple[int, str, tuple[int, ...]], ...]] = {
     (576, 960, False): (

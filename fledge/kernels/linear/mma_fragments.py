@@ -1,4 +1,4 @@
-"""Parts of the linears in Gluon: loads in tensor-core fragments, what follows the sums, and programmatic dependent launch."""
+"""Shared parts of the Gluon linears: loading tensor-core fragments, finishing sums, and programmatic dependent launch."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from fledge.kernels.gluon_support import gl, jit
 
 
 class Shape(NamedTuple):
-    """Of a program, and of the weight that it multiplies by: a constant of its kernel."""
+    """The shape of a program and of the weight that it multiplies by. A compile-time constant of the kernel."""
 
-    rows: int
-    columns: int  # outputs; of each half of a gated weight
+    rows: int  # per program
+    columns: int  # outputs per program; of each half of a gated weight
     gated: bool
     slices: int
     slice_inputs: int
     step: int  # inputs of each slice that are multiplied at once
-    size: int  # inputs
+    size: int  # inputs of the weight
     outputs: int  # of the weight; of each half of a gated one
     bits: int = 16
     group: int = 1  # inputs that share a scale
-    part: int = 1  # inputs whose products are added up before they are scaled
+    part: int = 1  # inputs whose products are summed before the sum is scaled
     has_offsets: bool = False
 
     @property
     def products(self) -> int:
-        """Both halves of a gated weight are outputs of one product."""
+        """Outputs of one product; those of both halves of a gated weight."""
         return 2 * self.columns if self.gated else self.columns
 
     @property
     def steps(self) -> int:
-        """Of a slice, which they fill."""
+        """Steps per slice; a slice is a whole number of steps."""
         return self.slice_inputs // self.step
 
     @property
     def scales_slices(self) -> bool:
-        """All inputs share a scale, which a slice's sum is multiplied by."""
+        """Whether all inputs share a scale, which is applied to the sum of a slice."""
         return self.part == self.slice_inputs
 
     @property
     def parts(self) -> int:
-        """Of a step."""
+        """Parts per step, each with a sum that is scaled separately."""
         return 1 if self.scales_slices else self.step // self.part
 
     @property
     def is_whole(self) -> bool:
-        """Slices are all full, and so are programs."""
+        """Whether all slices and all programs are full, so that loads need no masks."""
         return self.slices * self.slice_inputs == self.size and self.outputs % self.columns == 0
 
 
@@ -66,7 +66,7 @@ def times(x, y):
 
 @jit
 def load_rows(x_ptr, first_row, num_rows, number, SHAPE: gl.constexpr, layout: gl.constexpr):
-    """A step's inputs of each slice [slices, step, rows]."""
+    """Loads a step's inputs of each slice: [slices, step, rows]."""
     STEP: gl.constexpr = SHAPE.step
     SIZE: gl.constexpr = SHAPE.size
     piece = gl.arange(0, SHAPE.slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
@@ -78,7 +78,7 @@ def load_rows(x_ptr, first_row, num_rows, number, SHAPE: gl.constexpr, layout: g
 
 @jit
 def load_norm(norm_ptr, chunk, SHAPE: gl.constexpr, layout: gl.constexpr):
-    """[slices, 64, 1]"""
+    """Loads a chunk of each slice's norm weight: [slices, 64, 1]."""
     piece = gl.arange(0, SHAPE.slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     place = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     k = (piece * SHAPE.steps + chunk) * 64 + place
@@ -87,7 +87,7 @@ def load_norm(norm_ptr, chunk, SHAPE: gl.constexpr, layout: gl.constexpr):
 
 @jit
 def load_weights(weight_ptr, first_column, chunk, SHAPE: gl.constexpr, layout: gl.constexpr):
-    """A chunk [slices, products, 64] of each slice."""
+    """Loads a chunk of each slice's weights: [slices, products, 64]."""
     piece = gl.arange(0, SHAPE.slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     product = gl.arange(0, SHAPE.products, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
     place = gl.arange(0, 64, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
@@ -99,9 +99,9 @@ def load_weights(weight_ptr, first_column, chunk, SHAPE: gl.constexpr, layout: g
 
 @jit
 def grouped_left(w, left: gl.constexpr):
-    """Loaded weights as the first operand of a product whose steps are the groups of 16 neighbouring inputs.
+    """Returns loaded weights as the first operand of a product whose steps are the groups of 16 neighbouring inputs.
 
-    The tensor cores' operands have the inputs of two steps interleaved. Each thread keeps what it has: nothing moves.
+    The tensor cores' operand layout interleaves the inputs of two steps. No data moves between threads.
     """
     A: gl.constexpr = w.shape[0]
     B: gl.constexpr = w.shape[1]
@@ -111,7 +111,7 @@ def grouped_left(w, left: gl.constexpr):
 
 @jit
 def grouped_right(x, right: gl.constexpr):
-    """Loaded rows as the second operand; see `grouped_left`."""
+    """Returns loaded rows as the second operand; see `grouped_left`."""
     A: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[2]
     x = gl.permute(gl.reshape(x, [A, 2, 2, 4, 2, 2, R]), (0, 1, 4, 3, 2, 5, 6))
@@ -120,14 +120,14 @@ def grouped_right(x, right: gl.constexpr):
 
 @jit
 def add_squares(square, x):
-    """Adds an input's squares to [slices, 64, rows] sums. One function for all kernels: the order of this sum counts."""
+    """Adds the squares of inputs to sums [slices, 64, rows]. Shared by all kernels, so that they add in the same order."""
     wide = x.to(gl.float32)
     return gl.fma(wide, wide, square)
 
 
 @jit
 def row_scales(square, eps, SHAPE: gl.constexpr, rows: gl.constexpr):
-    """The norm's scale by row, from `add_squares` of all chunks; slices are added in order."""
+    """Returns the norm's scale of each row from the sums of `add_squares` over all chunks; slices are added in order."""
     SLICES: gl.constexpr = SHAPE.slices
     ROWS: gl.constexpr = square.shape[2]
     shares = gl.allocate_shared_memory(gl.float32, [SLICES * ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
@@ -145,14 +145,14 @@ def norm_scale(square, eps, SIZE: gl.constexpr):
 
 @jit
 def silu_times(gate, up, dtype: gl.constexpr):
-    # Rounded between the two products, as the unfused network does.
+    # The SiLU is rounded before the product with `up`, as in the unfused network.
     gate = gate.to(dtype).to(gl.float32)
     return (gate / (1.0 + gl.exp(-gate))).to(dtype).to(gl.float32) * up.to(dtype).to(gl.float32)
 
 
 @jit
 def output_places(first_row, first_column, num_rows, SHAPE: gl.constexpr, layout: gl.constexpr):
-    """Of a program's results [columns, rows]: their columns, places in memory, and which of them are there."""
+    """Returns a program's output columns and, for its results [columns, rows], their offsets in memory and the mask."""
     column = first_column + gl.arange(0, SHAPE.columns, layout=gl.SliceLayout(1, layout))[:, None]
     row = first_row + gl.arange(0, SHAPE.rows, layout=gl.SliceLayout(0, layout))[None, :]
     inside = (row < num_rows) & (column < SHAPE.outputs)
@@ -171,7 +171,7 @@ def finished_sums(
     dtype: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """[columns, rows] from the slices' sums in shared memory, with the norm's scale, bias and gate."""
+    """Adds the slices' sums in shared memory and applies the norm's scale, bias and gate: [columns, rows]."""
     OUTPUTS: gl.constexpr = SHAPE.outputs
     out = sum_of_slices(shares, 0, SHAPE, layout)
     if HAS_NORM:
@@ -190,7 +190,7 @@ def finished_sums(
 
 @jit
 def sum_of_slices(shares, first, SHAPE: gl.constexpr, layout: gl.constexpr):
-    """Adds the slices' sums of a program's outputs, from `first` on, one after the other."""
+    """Adds the slices' sums of a program's outputs, from `first` on, in order."""
     SLICES: gl.constexpr = SHAPE.slices
     total = shares.slice(first, SHAPE.columns).load(layout)
     for i in gl.static_range(1, SLICES):

@@ -1,8 +1,8 @@
-"""Linear layers packed for the CPU: weights of 32, 16, 8 or 4 bits between fp32 activations.
+"""Linear layers packed for the CPU: weights in 32, 16, 8, 5 or 4 bits, activations in fp32.
 
-At 1 to 16 rows a linear is bound by reading its weights, so half the bytes is near half the time; PyTorch's fp32 `F.linear`
-is slower still for 2 to 8 rows. Measured on 2 AVX-512 cores, one pass over the linears of SmolLM2-135M, 1 and 6 rows:
-`F.linear` 42 and 57 ms, FBGEMM's fp16 7.9 and 9.6 ms, ours (`cpu/linear.h`, where there is a C compiler) 6.8 and 9.0 ms.
+At 1 to 16 rows a linear is bound by reading its weights, so half the bytes take about half the time; PyTorch's fp32 `F.linear`
+is even slower for 2 to 8 rows. Measured on 2 AVX-512 cores, one pass over the linears of SmolLM2-135M with 1 and 6 rows:
+`F.linear` 42 and 57 ms, FBGEMM's fp16 7.9 and 9.6 ms, ours (`cpu/linear.h`, if there is a C compiler) 6.8 and 9.0 ms.
 On one core fp16 takes 10.7 and 19 ms, 8 bits 6.2 and 10 ms, 4 bits (the head in 8) 4.5 and 10 ms.
 """
 
@@ -15,16 +15,16 @@ from fledge.kernels import native
 from fledge.kernels.formats.gguf_blocks import Blocks
 from fledge.kernels.quantization import GROUP_SIZE, QuantizedLinear, QuantizedWeight, rounded
 
-# The overload itself: looking it up by name costs two microseconds a call, and a token takes 121 of them.
+# The operator's overload: resolving it by name costs 2 µs per call, and a token needs 121 calls.
 _linear = torch.ops.quantized.linear_dynamic_fp16.default
 
 QUANTISED_ROWS = 1024
 
 
 class PackedLinear(nn.Module):
-    """From a plain linear in 32, 16, 8, 5 or 4 bits, or from a quantised one as it is. Without C code 16 bits is all there is.
+    """A plain linear packed in 32, 16, 8, 5 or 4 bits, or a quantised one in its own format. Without the C code always 16 bits.
 
-    `bits` counts a block's scales too (5 asked bits are 6); `asked_bits` packs other weights in the same way.
+    `bits` counts a block's scales, too (5 asked bits are 6). `asked_bits`: the argument, for packing other weights alike.
     """
 
     def __init__(self, linear: nn.Linear | QuantizedLinear, bits: int = 16) -> None:
@@ -45,12 +45,12 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Unpacked anew at every call: for what reads weights themselves."""
+        """The weights, unpacked at every call, for code that reads them directly."""
         return torch.ops.quantized.linear_unpack_fp16(self.packed)[0] if self.native is None else self.native.weight
 
 
 class GgufLinear(PackedLinear):
-    """From the blocks of GGUF tensors, whose outputs follow each other, in their own formats. Needs the C code."""
+    """A linear of GGUF tensors in their own formats; the outputs of `parts` are concatenated. Needs the C code."""
 
     def __init__(self, parts: list[Blocks], bias: Tensor | None = None) -> None:
         nn.Module.__init__(self)
@@ -65,7 +65,7 @@ class GgufLinear(PackedLinear):
 
 
 class GgufEmbedding(nn.Module):
-    """Rows of a GGUF tensor, looked up in the mapped file."""
+    """An embedding that reads rows of a GGUF tensor from the memory-mapped file."""
 
     def __init__(self, blocks: Blocks) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class GgufEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """All of it in fp32, anew at every call."""
+        """All rows in fp32, converted at every call."""
         return native.look_up(self.blocks, torch.arange(self.num_embeddings))
 
 
@@ -90,16 +90,16 @@ def _as_bits(linear: nn.Linear | QuantizedLinear, bits: int) -> Tensor | Quantiz
 
 
 def quantised_blocks(weight_OI: Tensor, bits: int) -> Blocks:
-    """Rounded to Q8_0, Q5_1 or Q4_1, some rows at a time: rounding takes several times the memory of what it rounds."""
+    """Rounds a weight to Q8_0, Q5_1 or Q4_1, some rows at a time: rounding takes several times the memory of its input."""
     parts = []
     for rows in weight_OI.split(QUANTISED_ROWS):
         scales, lowest, codes = rounded(rows, bits)
         codes = codes.view(torch.uint8)
         headers = [half[..., None].view(torch.uint8) for half in (scales, lowest) if half is not None]
-        if bits == 5:  # the fifth bits of a block's inputs, lowest first
+        if bits == 5:  # the fifth bits of a block's inputs, the first input's in the lowest bit
             bit = 1 << torch.arange(8, dtype=torch.uint8)
             headers.append(((codes >> 4).unflatten(-1, (-1, 8)) * bit).sum(-1, dtype=torch.uint8))
-        if bits < 8:  # a block's second sixteen are its high nibbles
+        if bits < 8:  # the second 16 inputs of a block are in the high nibbles
             codes = codes & 15
             codes = codes[..., :16] | codes[..., 16:] << 4
         parts.append(torch.cat([*headers, codes], -1).flatten(1))
@@ -112,14 +112,13 @@ def packing_supported() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 
 
-# The largest value fp16 holds: a weight beyond it would be clipped in silence.
+# The largest finite value of fp16: larger weights would be clipped silently.
 FP16_MAX = 65504.0
 
 
 def pack_linears(module: nn.Module, bits: int = 16, head_bits: int | None = None) -> None:
-    """Replaces every linear that fits so many bits by a packed one, in place; quantised ones keep theirs.
-
-    `head_bits`: of `lm_head`, if not as many.
+    """Replaces linears by packed ones, in place: plain ones in `bits` (`head_bits` for `lm_head` if given), quantised ones in
+    their own format. Below 32 bits, a linear with weights beyond fp16's range is left as it is.
     """
     for name, child in list(module.named_children()):
         if isinstance(child, QuantizedLinear):

@@ -1,4 +1,4 @@
-"""A linear layer with what surrounds it, in plain PyTorch: what every kernel here must equal.
+"""The reference of all linear kernels: a linear layer with norm, bias, gate and residual in plain PyTorch.
 
     out = [residual +] [swiglu] ( [norm] x · weightᵀ + bias )
 
@@ -17,7 +17,7 @@ from fledge.kernels.quantization import QuantizedWeight, dequantize
 
 
 class NormLike(Protocol):
-    """What kernels read of an RMSNorm: a module of `models.layers`, or a `Norm`."""
+    """The attributes of an RMSNorm that kernels read: those of a module of `models.layers`, or of a `Norm`."""
 
     @property
     def weight(self) -> Tensor: ...
@@ -27,13 +27,13 @@ class NormLike(Protocol):
 
 
 class NormModule(NormLike, Protocol):
-    """`models.layers.RMSNorm`."""
+    """An RMSNorm that can be called: `models.layers.RMSNorm`."""
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Norm(NamedTuple):
-    """An RMSNorm's weight and epsilon alone."""
+    """The weight and epsilon of an RMSNorm, without a module."""
 
     weight: Tensor
     eps: float
@@ -52,7 +52,7 @@ def linear_reference(
         weight_OK = dequantize(weight_OK, x_MK.dtype)
     if norm is not None:
         x_MK = F.rms_norm(x_MK, norm.weight.shape, norm.weight, norm.eps)
-    # Summed in float64 and then rounded, a row does not depend on how many there are either.
+    # Sums are in float64 and then rounded, so here too a row's result does not depend on the number of rows.
     wide_bias = None if bias_O is None else bias_O.double()
     out = F.linear(x_MK.double(), weight_OK.double(), wide_bias).to(x_MK.dtype)
     if gated:

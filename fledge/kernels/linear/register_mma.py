@@ -1,13 +1,13 @@
-"""The linear layer for few rows and a narrow weight, on tensor cores that are fed straight from memory.
+"""The linear layer for few rows and a narrow weight: tensor-core operands are loaded from memory straight into registers.
 
 Triton's own products take their operands through shared memory; for few rows that detour costs more than the product. Here
-(in Gluon, Triton's language with explicit layouts) each thread loads from memory just what its part of the product needs: four
-neighbouring inputs at a time, of weights and of rows alike, so that four threads hold the 16 inputs of a group of `summation`.
-Each of four warps has a slice of 16 outputs, which it loads while the kernel before this one still runs. The slices' sums meet
-in shared memory, behind the kernel's only barrier.
+(in Gluon, Triton's language with explicit layouts) each thread loads from memory exactly what its part of the product needs:
+four neighbouring inputs at a time, of weights and of rows alike, so that four threads hold the 16 inputs of a group of
+`summation`. Each of four warps has one slice of 16 outputs and loads its weights while the previous kernel still runs. The
+slices' sums are added through shared memory, after the kernel's only barrier.
 
-The norm's scale is applied to the sums, so that the product does not wait for it: what is rounded is input
-times norm weight, where the unfused network rounds the same times the scale.
+The norm's scale is applied to the sums, so that the product does not wait for it. So input * norm weight is rounded, where
+the unfused network rounds input * norm weight * scale.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from fledge.kernels.linear.reference import NormLike
 from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.triton_support import overlap
 
-NORM_ROWS = 8  # of a program of `norm_parts`
+NORM_ROWS = 8  # rows per program of `norm_parts`
 
 
-SLICES, COLUMNS = 4, 16  # of a program
+SLICES, COLUMNS = 4, 16  # slices and outputs per program
 
 
 def program_rows(num_rows: int) -> int:
-    """8 where a second reading of the weight costs less than more work a program: up to 16 rows."""
+    """Rows per program: 8 for up to 16 rows, where reading the weight twice costs less than more work per program, else 16."""
     return 8 if num_rows <= 16 else 16
 
 
 @lru_cache
 def layouts(rows: int, gated: bool, wide: bool = False) -> dict[str, Any]:
-    """How loaded weights [slices, products, 64] and rows [slices, 64, rows] are spread over threads.
+    """Returns the layouts that distribute loaded weights [slices, products, 64] and rows [slices, 64, rows] over threads.
 
-    Four threads (lanes 1, 2) share 16 inputs; a thread has four of them, of each of the chunk's four groups. `wide`: of weights
-    it loads eight neighbours, half as often, and then exchanges half of them with another thread.
+    Four threads (lane bits 1 and 2) share 16 inputs; a thread has four of them in each of the chunk's four groups. `wide`: it
+    loads eight neighbouring weights at a time, half as often, and then exchanges half of them with another thread.
     """
     own, others = ((4, 32), (8, 16)) if wide else ((16, 32), (4, 8))
     more_columns = [[0, COLUMNS, 0]] if gated else []
@@ -88,7 +88,7 @@ def register_mma(
     rows: int | None = None,
     wide: bool = False,
 ) -> Tensor:
-    """As `dispatch.linear`, where `order.scales_sums`. `rows`: of a program. `wide`: see `layouts`."""
+    """Computes `dispatch.linear` where `order.scales_sums`. `rows`: rows per program. `wide`: see `layouts`."""
     num_rows, size = x_MK.shape
     assert x_MK.is_contiguous()
     assert residual_MO is None or residual_MO.is_contiguous()
@@ -122,7 +122,7 @@ def register_mma(
 
 
 def norm_parts(x_MK: Tensor, norm: NormLike, order: Summation) -> tuple[Tensor, Tensor]:
-    """Input times norm weight, rounded, and the scale of each row's sums, with the bits that `register_mma` has."""
+    """Returns input * norm weight, rounded, and the scale of each row's sums, with the same bits as in `register_mma`."""
     num_rows, size = x_MK.shape
     product = torch.empty_like(x_MK)
     scale = torch.empty(num_rows, dtype=torch.float32, device=x_MK.device)

@@ -1,16 +1,16 @@
 """The linear layer for few rows of a quantised weight, whose codes stream through shared memory.
 
-A kernel's weights do not depend on the kernel before it. So the first steps of a ring in shared memory are requested while that
-one still runs.
+A kernel's weights do not depend on the previous kernel. So the first steps of a ring buffer in shared memory are requested
+while that kernel still runs.
 
-Each warp has 16 outputs (32 of a gated weight) of one slice. While copies of the next steps are under way, a thread reads from
-shared memory just what its part of the product needs: four neighbouring codes of each group of 16. It makes bfloat16 of them in
-its registers (`codes`). Each part of a step that shares a scale is a product of mma.sync; its sums are scaled and added up in
-the order of `summation`.
+Each warp has 16 outputs (32 of a gated weight) of one slice. While the next steps are being copied, a thread reads from shared
+memory exactly what its part of the product needs: four neighbouring codes of each group of 16. It converts them to bfloat16 in
+registers (`codes`). Each part of a step that shares a scale is a product of mma.sync; its sums are scaled and added in the
+order of `summation`.
 
-Instructions of the inner loop for each weight on sm_90, with 8 rows, of 16 outputs and of a gated weight's 32: FP8 3.0 and 2.6,
-int4 3.1 and 2.6 (with offsets 3.3 and 2.8), int8 in groups of 32 3.6 and 3.1; with 16 rows a tenth more. When weights were
-scaled and rounded one by one it had 4.1 to 5.3, and an H200 took as long for these formats as for bfloat16.
+Instructions of the inner loop per weight on sm_90 with 8 rows, for 16 outputs and for a gated weight's 32: FP8 3.0 and 2.6,
+int4 3.1 and 2.6 (with offsets 3.3 and 2.8), int8 in groups of 32 3.6 and 3.1; with 16 rows a tenth more. Scaling and rounding
+the weights one by one took 4.1 to 5.3, and these formats were then no faster than bfloat16 on an H200.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from fledge.kernels.linear.summation import Summation, inputs_of_a_sum
 from fledge.kernels.quantization import QuantizedWeight
 from fledge.kernels.triton_support import overlap
 
-COLUMNS, ROWS = 16, (8, 16)  # of a program
-RING_BYTES = 16 << 10  # of shared memory for the codes
+COLUMNS, ROWS = 16, (8, 16)  # per program
+RING_BYTES = 16 << 10  # shared memory for the codes
 
 
 def serves(inputs: int, order: Summation, group_size: int) -> bool:
-    """Whether each step lies within the weight, and its parts have whole groups of 16."""
+    """Whether the kernel supports the shape: steps lie within the weight, and their parts consist of whole groups of 16."""
     return inputs % order.step == 0 and math.gcd(group_size, order.step) >= 32
 
 
 @lru_cache
 def layouts(slices: int, gated: bool, bits: int, step: int, rows: int) -> dict[str, Any]:
-    """How codes [slices * products, units] and rows [slices, step, rows] are spread over threads, for reading and for copying.
+    """Returns the layouts that distribute codes [slices * products, units] and rows [slices, step, rows] over threads,
+    for reading and for copying.
 
-    Four threads share the 16 inputs of a group; a thread has four of them, of each of the step's groups.
+    Four threads share the 16 inputs of a group; a thread has four of them in each of the step's groups.
     """
     products, unit, num_bytes = COLUMNS * (2 if gated else 1), 1 if bits == 8 else 4, step * bits // 8
     groups = [16 << i for i in range((step // 16).bit_length() - 1)]
@@ -62,8 +63,8 @@ def layouts(slices: int, gated: bool, bits: int, step: int, rows: int) -> dict[s
         block_bases=[],
         shape=[slices, step, rows],
     )
-    across = num_bytes // 16  # threads along a line
-    lines, at_once = 128 // num_bytes, 16 if bits == 8 else 8  # lines that fill all banks; units in 16 bytes
+    across = num_bytes // 16  # threads per line, for copying
+    lines, at_once = 128 // num_bytes, 16 if bits == 8 else 8  # lines that span all banks; units per 16 bytes
     return {
         "CODES_LAYOUT": codes,
         "X_LAYOUT": x,
@@ -81,7 +82,7 @@ def register_stream(
     gated: bool = False,
     residual_MO: Tensor | None = None,
 ) -> Tensor:
-    """As `dispatch.linear`, without a norm."""
+    """Computes `dispatch.linear` for a quantised weight, without a norm."""
     (num_rows, size), codes, bits, group = x_MK.shape, weight.codes, weight.bits, weight.group_size
     outputs = codes.shape[0] // (2 if gated else 1)
     assert x_MK.is_contiguous()
@@ -121,7 +122,7 @@ if gl is not None:
 
 @jit
 def weights_of(codes, SHAPE: gl.constexpr):
-    """[lines, step] in bfloat16 of codes [lines, units]. Each thread keeps what it has: nothing moves."""
+    """Converts codes [lines, units] to bfloat16 [lines, step]. No data moves between threads."""
     LINES: gl.constexpr = codes.shape[0]
     if codes.dtype == gl.float8e4nv:
         return gl.inline_asm_elementwise(_FP8, "=r,=r,r", [codes], dtype=gl.bfloat16, is_pure=True, pack=4)
@@ -136,7 +137,7 @@ def weights_of(codes, SHAPE: gl.constexpr):
 
 @jit
 def load_inputs(x_ptr, first_row, num_rows, number, SHAPE: gl.constexpr, layout: gl.constexpr):
-    """A step's inputs of each slice [slices, step, rows]. Rows and steps beyond the last are the last: nothing reads them."""
+    """Loads a step's inputs of each slice: [slices, step, rows]. Beyond the last row or step it loads the last one, unused."""
     STEP: gl.constexpr = SHAPE.step
     SIZE: gl.constexpr = SHAPE.size
     piece = gl.arange(0, SHAPE.slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
@@ -152,7 +153,7 @@ def load_inputs(x_ptr, first_row, num_rows, number, SHAPE: gl.constexpr, layout:
 
 @jit
 def load_scales(scales_ptr, first_column, number, SHAPE: gl.constexpr, layout: gl.constexpr):
-    """A step's scales [slices, products, 1], of one part after the other."""
+    """Loads a step's scales: [slices, products] for each of its parts."""
     piece = gl.arange(0, SHAPE.slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None]
     product = gl.arange(0, SHAPE.products, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :]
     column = first_column + product % SHAPE.columns
@@ -173,7 +174,7 @@ def load_scales(scales_ptr, first_column, number, SHAPE: gl.constexpr, layout: g
 
 @jit
 def add_scaled(total, sums, scales, SHAPE: gl.constexpr, layout: gl.constexpr):
-    """total + sums * scale: part after part, rounded once a part."""
+    """Returns total + sums * scale, added one part after the other and rounded once per part."""
     if SHAPE.parts == 1:
         total = fma(sums, scales[0], total)
     elif SHAPE.parts == 2:
@@ -195,7 +196,7 @@ def fma(sums, scale, total):
 
 @jit
 def halves(x, layout: gl.constexpr):
-    """Along the first dimension."""
+    """Splits a tensor in two along the first dimension."""
     two = gl.reshape(x, [2, x.shape[0] // 2, x.shape[1], x.shape[2]])
     first, second = gl.split(gl.permute(two, (1, 2, 3, 0)))
     return gl.convert_layout(first, layout), gl.convert_layout(second, layout)
@@ -204,7 +205,7 @@ def halves(x, layout: gl.constexpr):
 @jit
 def _copy_codes(ring, codes_ptr, first_column, number, SHAPE: gl.constexpr, layout: gl.constexpr):
     """Starts the copy of a step's codes into the ring."""
-    PACKED: gl.constexpr = 1 if SHAPE.bits == 8 else 4  # codes a unit
+    PACKED: gl.constexpr = 1 if SHAPE.bits == 8 else 4  # codes per unit
     STEP: gl.constexpr = SHAPE.step // PACKED
     SIZE: gl.constexpr = SHAPE.size // PACKED
     PRODUCTS: gl.constexpr = SHAPE.products
@@ -247,7 +248,7 @@ def _register_stream(
     PARTS: gl.constexpr = SHAPE.parts
     PART: gl.constexpr = STEP // PARTS
     LINES: gl.constexpr = SLICES * PRODUCTS
-    UNITS: gl.constexpr = STEP if SHAPE.bits == 8 else STEP // 4  # of codes
+    UNITS: gl.constexpr = STEP if SHAPE.bits == 8 else STEP // 4  # per step and line
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[SLICES, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=mma, k_width=2)
@@ -264,7 +265,7 @@ def _register_stream(
     if PDL:
         wait_for_inputs()
     x = load_inputs(x_ptr, first_row, num_rows, 0, SHAPE, X_LAYOUT)
-    # Two steps at once: what the first one reads ahead is in other registers than its own.
+    # Two steps per iteration: the inputs that a step loads ahead need not be moved between registers afterwards.
     TOGETHER: gl.constexpr = 2 if SHAPE.steps % 2 == 0 else 1
     none = gl.zeros([PARTS * SLICES, PRODUCTS, ROWS], gl.float32, layout=mma)
     total = gl.zeros([SLICES, PRODUCTS, ROWS], gl.float32, layout=mma)
@@ -274,7 +275,7 @@ def _register_stream(
             async_copy.wait_group(STAGES - 2)
             codes = ring.index(number % STAGES).load(CODES_LAYOUT)
             _copy_codes(ring, codes_ptr, first_column, number + STAGES - 1, SHAPE, COPY_LAYOUT)
-            # What comes from the cache is read a step ahead.
+            # Inputs and scales, which come from the cache, are loaded one step ahead.
             x_now, scale_now, offset_now = x, scale, offset
             x = load_inputs(x_ptr, first_row, num_rows, number + 1, SHAPE, X_LAYOUT)
             if not SHAPE.scales_slices:
@@ -283,7 +284,7 @@ def _register_stream(
                 if SHAPE.has_offsets:
                     offset = load_scales(offsets_ptr, first_column, number + 1, SHAPE, mma)
             w = weights_of(codes, SHAPE)
-            # A group's four inputs of a thread are two pairs of an operand. Parts are independent products.
+            # A thread's four inputs of a group are two pairs of an operand. Parts are independent products.
             w = gl.permute(gl.reshape(w, [SLICES, PRODUCTS, PARTS, PART // 16, 4, 2, 2]), (2, 0, 1, 3, 5, 4, 6))
             r = gl.permute(gl.reshape(x_now, [SLICES, PARTS, PART // 16, 4, 2, 2, ROWS]), (1, 0, 2, 4, 3, 5, 6))
             w = gl.convert_layout(gl.reshape(w, [PARTS * SLICES, PRODUCTS, PART]), left)
@@ -298,7 +299,7 @@ def _register_stream(
     if SHAPE.scales_slices:
         total = fma(total, scale[0], none)
     async_copy.wait_group(0)
-    # Not before: kernels that wait beside this one take its bandwidth.
+    # Not earlier: the next kernel would take memory bandwidth from this one while it waits.
     if PDL:
         let_next_start()
 

@@ -1,4 +1,4 @@
-"""What follows the products of a linear: fp32 sums of slices, added in order, with scale, bias, gate and residual."""
+"""Finishes a linear after its products: adds the fp32 sums of slices in order and applies scale, bias, gate and residual."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fledge.kernels.triton_support import jit, let_next_start, overlap, tl, wait_for_inputs
 
-BLOCK = 512  # outputs of a program
+BLOCK = 512  # outputs per program
 
 
 def finish(
@@ -21,7 +21,7 @@ def finish(
     pdl_barrier: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """What follows the product, on the fp32 sums of its slices."""
+    """Adds the fp32 sums of slices in order and applies scale, bias, gate and residual."""
     slices, num_rows, lines = parts_SMO.shape
     outputs = lines // (2 if gated else 1)
     if out is None:
@@ -49,7 +49,7 @@ def finish(
 
 @jit
 def silu_times(gate, up, dtype: tl.constexpr):
-    # Rounded between the two products, as the unfused network does.
+    # The SiLU is rounded before the product with `up`, as in the unfused network.
     wide = gate.to(dtype).to(tl.float32)
     silu = (wide / (1.0 + tl.exp(-wide))).to(dtype).to(tl.float32)
     return silu * up.to(dtype).to(tl.float32)
@@ -57,7 +57,7 @@ def silu_times(gate, up, dtype: tl.constexpr):
 
 @jit
 def in_order(total, BESIDE: tl.constexpr):
-    """Sum over the first axis, one after the other."""
+    """Sums over the first axis in order."""
     if BESIDE == 1:
         out = tl.reshape(total, (total.shape[1], total.shape[2]))
     elif BESIDE == 2:
@@ -85,7 +85,7 @@ def finished(
     HAS_SCALE: tl.constexpr,
     IS_UP: tl.constexpr,
 ):
-    """A linear's sums with scale and bias; `IS_UP`: of the second half of a gated weight."""
+    """Applies scale and bias to a linear's sums. `IS_UP`: whether they are of the second half of a gated weight."""
     if HAS_SCALE:
         total = total * tl.load(scale_ptr + row, mask=mask, other=0.0)
     if HAS_BIAS:

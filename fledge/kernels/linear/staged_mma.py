@@ -1,12 +1,10 @@
-"""The linear layer for some rows (5 to 128) and a narrow weight: weights in registers, rows in shared memory.
+"""The linear layer for 5 to 128 rows and a narrow, plain weight: weights in registers, rows in shared memory.
 
-As `register_mma`, and to the same bits: a warp has a slice of 16 or 32 outputs in its registers, loaded while the kernel before
-this one still runs. But a program's 16, 32 or 64 rows are copied to shared memory without passing through registers, all at
-once, and multiplied 16 at a time as they arrive. So the weight is read once for all rows of a program, and the programs are few
-enough to run at the same time: `register_mma` has more than run at once from some 300 programs on, and tiles (`tiles.py`) leave
-the norm to a kernel of its own.
-
-Plain weights alone.
+Like `register_mma`, and with the same bits: a warp has a slice of 16 or 32 outputs in registers, loaded while the previous
+kernel still runs. But a program's 16, 32 or 64 rows are copied to shared memory without passing through registers. All copies
+are requested at once, and 16 rows at a time are multiplied as they arrive. So the weight is read once for all rows of a
+program, and the programs are few enough to run at the same time. `register_mma` has more than can run at once from about 300
+programs on, and `tiles` computes the norm in a separate kernel.
 """
 
 from __future__ import annotations
@@ -37,27 +35,27 @@ from fledge.kernels.linear.register_mma import SLICES
 from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.triton_support import overlap
 
-TILE = 16  # rows that are multiplied at once
+TILE = 16  # rows multiplied at once
 
 
 class LaunchConfig(NamedTuple):
-    """Of a program; nothing of it changes a result."""
+    """The launch configuration of a program. It changes the speed, never the result."""
 
     rows: int
     columns: int  # outputs; of each half of a gated weight
-    groups: int = 1  # of four warps, which share the outputs
+    groups: int = 1  # groups of four warps; the groups divide the outputs
 
 
-# In order of size. On an H200 a program of four warps with 96 registers of weights a thread shares a multiprocessor with one
-# more, one with 48 with two more.
+# In order of size. Programs of four warps that run at once on a multiprocessor of an H200: two with 96 registers of weights per
+# thread, three with 48.
 CONFIGS = (LaunchConfig(32, 16), LaunchConfig(32, 32), LaunchConfig(64, 16), LaunchConfig(64, 32), LaunchConfig(64, 32, 2))
-WEIGHT_REGISTERS = 96  # a thread's, at most
+WEIGHT_REGISTERS = 96  # most per thread
 
 
 def choose_config(
     num_rows: int, outputs: int, order: Summation, gated: bool, num_multiprocessors: int, shared_bytes: int
 ) -> LaunchConfig | None:
-    """The smallest programs that all run at once; None: there are none. `outputs`: of one half of a gated weight."""
+    """Returns the smallest programs that all run at once, or None. `outputs`: those of one half of a gated weight."""
     for config in CONFIGS:
         programs = -(-num_rows // config.rows) * -(-outputs // config.columns)
         if 0 < programs <= programs_at_once(config, order, gated, shared_bytes) * num_multiprocessors:
@@ -66,7 +64,7 @@ def choose_config(
 
 
 def programs_at_once(config: LaunchConfig, order: Summation, gated: bool, shared_bytes: int) -> int:
-    """On a multiprocessor with `shared_bytes` of shared memory, of which the system takes 1 KB for each program."""
+    """Returns how many programs run at once on a multiprocessor with `shared_bytes`; each takes 1 KB more for the system."""
     products = config.columns * (2 if gated else 1)
     registers = products // config.groups * order.slice_inputs // CHUNK
     if registers > WEIGHT_REGISTERS:
@@ -78,7 +76,7 @@ def programs_at_once(config: LaunchConfig, order: Summation, gated: bool, shared
 
 @lru_cache
 def layouts(products: int, groups: int) -> dict[str, Any]:
-    """As those of `register_mma`, for `groups` times four warps: neighbouring ones have the same slice."""
+    """Returns layouts like those of `register_mma` for `groups` times four warps; neighbouring warps have the same slice."""
     other_group = [16] if groups == 2 else []
     more = [bit for bit in (16, 32) if bit < products and bit not in other_group]
     weight = gl.DistributedLinearLayout(
@@ -110,7 +108,7 @@ def staged_mma(
     residual_MO: Tensor | None = None,
     pdl_barrier: bool = False,
 ) -> Tensor:
-    """As `dispatch.linear`, where `order.scales_sums`."""
+    """Computes `dispatch.linear` where `order.scales_sums`."""
     num_rows, size = x_MK.shape
     assert x_MK.is_contiguous()
     assert weight_OK.is_contiguous()
@@ -145,7 +143,7 @@ def staged_mma(
 
 @jit
 def _copy_rows(staged, x_ptr, first_row, num_rows, chunk, SHAPE: gl.constexpr, GROUPS: gl.constexpr):
-    """A chunk [slices, rows, 64] to shared memory, 16 bytes a thread."""
+    """Starts copying a chunk [slices, rows, 64] to shared memory, 16 bytes per thread."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 4, 8], [SHAPE.slices, GROUPS, 1], [2, 1, 0])
     piece = gl.arange(0, SHAPE.slices, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     row = first_row + gl.arange(0, staged.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -156,7 +154,7 @@ def _copy_rows(staged, x_ptr, first_row, num_rows, chunk, SHAPE: gl.constexpr, G
 
 @jit
 def _in_order(parts, SHAPE: gl.constexpr, answer: gl.constexpr):
-    """Sums of four slices [slices * products, rows], one after the other; the two halves of a gated weight apart."""
+    """Adds the sums of four slices [slices * products, rows] in order; returns both halves of a gated weight separately."""
     gl.static_assert(SHAPE.slices == 4)
     HALVES: gl.constexpr = SHAPE.products // SHAPE.columns
     COLUMNS: gl.constexpr = SHAPE.columns
@@ -219,12 +217,12 @@ def _staged_mma(
     if HAS_NORM:
         for i in gl.static_range(CHUNKS):
             norms = norms + (load_norm(norm_ptr, i, SHAPE, X_LAYOUT),)  # noqa: RUF005
-    # No bank conflicts: eight neighbouring rows have the same 16 bytes of a row in different banks.
+    # Avoids bank conflicts: the same 16 bytes of eight neighbouring rows are in different banks.
     rows_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, order=[2, 1, 0])
-    staged = ()  # one by one: the compiler has a barrier between copies to one
+    staged = ()  # separate buffers: the compiler puts a barrier between copies to the same one
     for _ in gl.static_range(TILES * CHUNKS):
         staged = staged + (gl.allocate_shared_memory(dtype, [SLICES, TILE, 64], rows_layout),)  # noqa: RUF005
-    # Nor here: outputs are contiguous, and eight neighbouring rows have the same four outputs in different banks.
+    # The same here: outputs are contiguous, and the same four outputs of eight neighbouring rows are in different banks.
     sums_layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, order=[0, 1])
     sums = gl.allocate_shared_memory(gl.float32, [SLICES * PRODUCTS, ROWS], sums_layout)
     squares = gl.allocate_shared_memory(gl.float32, [SLICES, ROWS], gl.SwizzledSharedLayout(1, 1, 1, order=[1, 0]))

@@ -1,4 +1,4 @@
-"""What follows the products of a tile of rows x outputs (`tma_tiles`): scale, bias, gate, residual, and where results lie."""
+"""Finishes a tile of rows x outputs after its products (`tma_tiles`): applies scale, bias, gate and residual, and stores it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def places(
     LINES: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Of a tile [ROWS, LINES]: places in memory, and which of them are there. Lines beyond COLUMNS are the second half's."""
+    """Returns a tile's offsets in memory [ROWS, LINES] and mask. Lines from COLUMNS on are a gated weight's second half."""
     WIDTH: gl.constexpr = OUTPUTS * (LINES // COLUMNS)
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     line = gl.arange(0, LINES, layout=gl.SliceLayout(0, layout))
@@ -59,7 +59,7 @@ def store_finished(
     SUMS: gl.constexpr,
     STORED: gl.constexpr,
 ):
-    """What follows the product, of a tile's sums [ROWS, LINES]. `residual`: as `load_residual` gives it."""
+    """Applies scale, bias, gate and residual to a tile's sums [ROWS, LINES] and stores it. `residual`: from `load_residual`."""
     ROWS: gl.constexpr = total.shape[0]
     LINES: gl.constexpr = total.shape[1]
     COLUMNS: gl.constexpr = LINES // 2 if GATED else LINES
@@ -75,7 +75,7 @@ def store_finished(
     if GATED:
         total, up = gl.split(gl.permute(gl.reshape(total, [ROWS, 2, COLUMNS]), (0, 2, 1)))
         total = silu_times(total, up, dtype)
-    # Rounded before it changes threads, so that each stores 16 neighbouring bytes.
+    # Rounded, then moved between threads so that each stores 16 neighbouring bytes.
     out = gl.convert_layout(total.to(dtype), STORED)
     place, inside = places(first_row, first_column, num_rows, OUTPUTS, ROWS, COLUMNS, COLUMNS, STORED)
     if HAS_RESIDUAL:

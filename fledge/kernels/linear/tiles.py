@@ -1,11 +1,11 @@
 """Linear layers as tiles of outputs x rows on tensor cores, in the order of `summation`, for any number of rows.
 
-    few rows    a program has all slices of its outputs, one a warp (or one after the other); the result needs no second kernel
-    some rows   a slice of a tile is a program of its own; fp32 sums meet in `slice_sums`
-    many rows   a program goes through the slices one after the other
+    few rows    a program computes all slices of its outputs, one per warp (or in sequence); no second kernel is needed
+    some rows   each slice of a tile is a program of its own; `slice_sums` adds their fp32 sums
+    many rows   a program computes the slices one after the other
 
-Weights are the first operand of a product, rows the second. The codes of a quantised weight (`kernels.quantization`) are turned
-into the activations' type on their way (`codes`); a step's sums are scaled.
+Weights are the first operand of a product, rows the second. The codes of a quantised weight (`kernels.quantization`) are
+converted to the activations' type (`codes`), and the sums of each step are scaled.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
@@ -34,40 +34,40 @@ from fledge.kernels.triton_support import (
     wait_for_inputs,
 )
 
-MANY_ROWS = 512  # from which the slices of a tile come one after the other
+MANY_ROWS = 512  # from so many rows on, a program computes the slices of a tile one after the other
 
 
 class Tile(NamedTuple):
-    """Of a program; nothing of it changes a result."""
+    """The launch configuration of a program. It changes the speed, never the result."""
 
     outputs: int
     rows: int
-    inputs: int  # a step
+    inputs: int  # per step
     warps: int
     stages: int
 
 
-# By the largest number of rows. Measured on an H200 with the shapes of 135M to 8B (`benchmarks/gpu_linears.py`).
+# Tiles by the largest number of rows. Measured on an H200 with the shapes of 135M to 8B (`benchmarks/gpu_linears.py`).
 ONE_SLICE = {16: Tile(64, 16, 128, 4, 5), 32: Tile(64, 32, 128, 4, 5), 64: Tile(64, 64, 128, 4, 4)}
-WIDE_64 = Tile(128, 64, 64, 4, 4)  # of 33 to 64 rows with 8,192 outputs and more: 66 instead of 72 µs for 28,672 x 4,096
-BESIDE = {2: Tile(16, 16, 128, 2, 5), 4: Tile(16, 16, 64, 4, 8)}  # few rows, a slice a warp, by slices
-APART = {32: Tile(64, 32, 64, 4, 6), 128: Tile(64, 64, 64, 4, 6)}
-SMALL = Tile(64, 64, 64, 4, 4)  # of short slices, one after the other
+WIDE_64 = Tile(128, 64, 64, 4, 4)  # 33 to 64 rows and 8,192 or more outputs: 66 instead of 72 µs for 28,672 x 4,096
+BESIDE = {2: Tile(16, 16, 128, 2, 5), 4: Tile(16, 16, 64, 4, 8)}  # few rows, by the number of slices: one slice per warp
+APART = {32: Tile(64, 32, 64, 4, 6), 128: Tile(64, 64, 64, 4, 6)}  # each slice is a program
+SMALL = Tile(64, 64, 64, 4, 4)  # short slices, one after the other
 LARGE = Tile(128, 128, 64, 8, 4)
-# Of quantised weights. A step is unpacked, stored, loaded and multiplied in turn, so that several programs have to share a
-# multiprocessor: few stages. Up to 16,384 outputs they are as many only with a program for each slice.
+# Tiles of quantised weights. A step is unpacked, stored, loaded and multiplied in sequence, so several programs must share a
+# multiprocessor, with few stages each. Up to 16,384 outputs there are enough programs only if each slice is one.
 CODES = {16: Tile(64, 16, 64, 4, 4), 32: Tile(64, 32, 64, 4, 4), 128: Tile(64, 64, 64, 4, 4)}
 CODES_SPLIT = 16384
-# Rows up to which a program requests its first weights into the L2 cache before it waits for the kernel before it. Each linear
-# of 1.5B and 8B takes 4 to 9 µs more than its bytes do, and the memory is idle while one kernel ends and the next one starts.
+# Most rows for which a program prefetches its first weights into the L2 cache before it waits for the previous kernel. Each
+# linear of 1.5B and 8B takes 4 to 9 µs more than reading its bytes, and memory is idle between two kernels.
 PREFETCH_ROWS = 64
 
 
 def choose_tile(num_rows: int, outputs: int, order: Summation, bits: int, shared_bytes: int) -> tuple[Tile, bool]:
-    """The tile, and whether each slice is a program of its own. `shared_bytes`: that a program can have."""
+    """Returns the tile and whether each slice is a program. `shared_bytes`: the most shared memory of a program."""
     tile, split = _measured_tile(num_rows, outputs, order, bits)
-    # mma.sync holds one step less than there are stages. wgmma holds them all, at most 128 KB, on cards with 227 KB. On cards
-    # with 99 KB four slices side by side are too many: 112 KB.
+    # Shared memory holds one step less than there are stages with mma.sync. With wgmma it holds all, at most 128 KB, on cards
+    # with 227 KB. On cards with 99 KB four slices side by side, 112 KB, do not fit.
     step_bytes = 2 * tile.inputs * (tile.outputs + tile.rows) * slices_beside(tile, split, order, bits)
     while tile.stages > 2 and (tile.stages - 1) * step_bytes > shared_bytes:
         tile = tile._replace(stages=tile.stages // 2)
@@ -75,7 +75,7 @@ def choose_tile(num_rows: int, outputs: int, order: Summation, bits: int, shared
 
 
 def slices_beside(tile: Tile, split: bool, order: Summation, bits: int) -> int:
-    """Slices that a program computes side by side."""
+    """Returns how many slices a program computes side by side."""
     return 1 if split or bits < 16 or tile.rows > 16 else order.slices
 
 
@@ -109,7 +109,7 @@ def tiled_linear(
     tile: Tile | None = None,
     split: bool = False,
 ) -> Tensor:
-    """`scale_M`: of the sums. `tile` and `split` (slices as programs of their own): instead of `choose_tile`'s."""
+    """Computes a linear layer. `scale_M`: a factor for each row's sums. `tile` and `split` replace `choose_tile`'s result."""
     codes, _, _, bits, _ = weight_parts(weight)
     out = torch.empty((len(x_MK), len(codes) // (2 if gated else 1)), dtype=x_MK.dtype, device=x_MK.device)
     if len(x_MK):
@@ -128,7 +128,7 @@ def tiled_head(
     *,
     tile: Tile | None = None,
 ) -> PartialArgmax:
-    """The best of each block of the vocabulary, from normed states; logits never leave the chip. For few rows."""
+    """Returns the best token of each block of the vocabulary, for few rows. `x_ND`: after the norm. Logits are not stored."""
     assert order.slices == 1
     vocab_size = len(weight_parts(weight_VD)[0])
     tile = tile or choose_tile(len(x_ND), vocab_size, order, 16, shared_memory(x_ND.device))[0]
@@ -140,7 +140,7 @@ def tiled_head(
 
 
 def weight_parts(weight: Tensor | QuantizedWeight) -> tuple[Tensor, Tensor | None, Tensor | None, int, int]:
-    """Codes, scales, offsets, bits, group size. A plain weight is its own codes, of 16 bits."""
+    """Returns codes, scales, offsets, bits and group size. A plain weight is its own codes, of 16 bits."""
     if isinstance(weight, QuantizedWeight):
         return weight.codes, weight.scales, weight.offsets, weight.bits, weight.group_size
     return weight, None, None, 16, 1
@@ -175,7 +175,7 @@ def _launch(
         part = inputs_of_a_sum(order, weight)
         scales_slices = part == order.slice_inputs
         shape = Codes(size, bits, group, offsets is not None, scales_slices, step if scales_slices else part)
-    # Slices side by side in one program, one after the other in it, or a program each.
+    # Slices run side by side in one program, one after the other in it, or in a program each.
     beside = slices_beside(tile, split, order, bits)
     after = 1 if split else order.slices // beside
     columns = tile.outputs // (2 if gated else 1)
@@ -211,7 +211,7 @@ def _launch(
         COLUMNS=columns,
         dtype=_DTYPES[x_MK.dtype],
         num_warps=tile.warps,
-        num_stages=tile.stages * 2 // x_MK.element_size(),  # fp32 is twice as wide, and shared memory is not
+        num_stages=tile.stages * 2 // x_MK.element_size(),  # fp32 values take twice the shared memory
         enable_fp_fusion=False,
         **overlap(x_MK),
     )
@@ -304,7 +304,7 @@ def _tiles(
             slices = tl.dot(w, tl.permute(x, (0, 2, 1)), slices, input_precision="ieee")
         total = in_order(slices, BESIDE)
 
-    # Not before: kernels that wait beside this one take its bandwidth. 115 instead of 124 µs a layer of 8B, one row.
+    # Not earlier: the next kernel would take memory bandwidth from this one. A layer of 8B, one row: 115 instead of 124 µs.
     let_next_start(PDL)
     if SPLIT:
         WEIGHT_ROWS: tl.constexpr = 2 * OUTPUTS if GATED else OUTPUTS
@@ -324,7 +324,7 @@ def _tiles(
             token = column
             if HAS_IDS:
                 token = tl.load(token_ids_ptr + column, mask=column < OUTPUTS, other=INT_MAX).to(tl.int32)
-            # Rounded like the logits of a network in this type, so that ties are the same ones.
+            # Rounded to the network's type, as stored logits are, so that the same logits tie.
             logits = tl.where((column < OUTPUTS)[:, None], total.to(dtype).to(tl.float32), float("-inf"))
             top = tl.max(logits, axis=0)
             least = tl.min(tl.where(logits == top[None, :], token[:, None], INT_MAX), axis=0)

@@ -1,15 +1,15 @@
-"""The linear layer of a plain weight by TMA and wgmma: many rows in several slices, and few rows as a stream of weights.
+"""The linear layer of a plain weight with TMA and wgmma: for many rows in several slices, and for few rows.
 
-A program has tiles of rows x outputs, one after the other. Steps of 64 inputs arrive in shared memory by TMA, several of them
-ahead of the product, also across slices and tiles: nothing drains between two. Products run while the program waits for the
-next step. Where a tile's sums of slices are kept until the last one is there:
+A program computes tiles of rows x outputs one after the other. TMA copies steps of 64 inputs to shared memory, several steps
+ahead of the product, also across slices and tiles, so the pipeline does not drain in between. Products run while the program
+waits for the next step. The sums of a tile's slices are kept, until the last one is complete, in one of three places:
 
-    REGISTERS   beside the sum of the slice at hand: tiles up to 128 x 128
-    PROGRAMS    a slice of a tile is a piece of work of its own; fp32 sums meet in `slice_sums.finish`
-    MEMORY      the program writes them, and reads them again at the end of the tile: tiles up to 128 x 256
+    REGISTERS   in registers beside the sum of the current slice: tiles up to 128 x 128
+    PROGRAMS    in memory; each slice of a tile is a work item of its own, and `slice_sums.finish` adds the fp32 sums
+    MEMORY      in memory; the program reads them back at the end of the tile: tiles up to 128 x 256
 
-Few rows are bound by the weights' bytes. Their first steps are requested before the kernel before this one has ended (PDL), and
-with `early` the next kernel may request its own while this one still multiplies, so that memory never rests between two.
+For few rows, reading the weights takes most of the time. Their first steps are requested before the previous kernel has ended
+(PDL). With `early` the next kernel may request its weights while this one still multiplies, so that memory is never idle.
 
 Shapes: M rows, K inputs, O outputs. With SwiGLU the weight is [gate ; up] and there are half as many outputs.
 """
@@ -30,39 +30,39 @@ from fledge.kernels.linear.summation import CHUNK, Summation
 from fledge.kernels.triton_support import multiprocessors, overlap
 
 REGISTERS, PROGRAMS, MEMORY = range(3)
-AFTER_LOOP, AT_ONCE, AFTER_WAITING = range(3)  # when the next kernel may start: START below
-GROUP = 8  # tiles of rows that are computed side by side, so that the L2 cache holds what they read
+AFTER_LOOP, AT_ONCE, AFTER_WAITING = range(3)  # values of START: when the next kernel may start
+GROUP = 8  # tiles of rows that are computed at about the same time, so that what they read stays in the L2 cache
 
 
 class LaunchConfig(NamedTuple):
-    """Of a program; nothing of it changes a result."""
+    """The launch configuration of a program. It changes the speed, never the result."""
 
     rows: int
     outputs: int  # of the weight: both halves of a gated one
     warps: int  # four, or eight in two groups that share the rows
     stages: int
     sums: int  # REGISTERS, PROGRAMS or MEMORY
-    beside: int = 1  # programs on a multiprocessor
-    early: int = 0  # whether the next kernel may start at once, and request its own weight
+    beside: int = 1  # programs per multiprocessor
+    early: int = 0  # whether the next kernel may start at once and request its weights
 
 
 def serves(x_MK: Tensor, weight_OK: Tensor) -> bool:
-    """TMA reads rows that begin at a multiple of 16 bytes."""
+    """Whether TMA can read the operands: their rows must begin at multiples of 16 bytes."""
     aligned = x_MK.data_ptr() % 16 == 0 and weight_OK.data_ptr() % 16 == 0 and x_MK.shape[1] % 8 == 0
     return aligned and len(x_MK) > 0 and x_MK.dtype == weight_OK.dtype == torch.bfloat16
 
 
 @lru_cache
 def supports_wgmma(device: torch.device) -> bool:
-    """Hopper alone has these instructions."""
+    """Whether the device has wgmma: only Hopper does."""
     return gluon is not None and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @lru_cache
 def layouts(config: LaunchConfig, gated: bool) -> dict[str, Any]:
-    """Of the sums, a quarter of them, the stored results, and a step's rows and weights in shared memory."""
-    columns = config.outputs // (4 if config.sums == MEMORY else 2 if gated else 1)  # that are stored at once
-    lanes = min(columns // 8, 32)  # that store a row, 16 bytes each
+    """Returns layouts of the sums, a quarter of them, the stored results, and a step's rows and weights in shared memory."""
+    columns = config.outputs // (4 if config.sums == MEMORY else 2 if gated else 1)  # columns that are stored at once
+    lanes = min(columns // 8, 32)  # lanes that store a row, 16 bytes each
     return {
         "SUMS": gl.NVMMADistributedLayout([3, 0], [config.warps, 1], [16, config.outputs, 16]),
         "QUARTER": gl.NVMMADistributedLayout([3, 0], [config.warps, 1], [16, config.outputs // 4, 16]),
@@ -83,7 +83,7 @@ def tma_tiles(
     scale_M: Tensor | None = None,
     pdl_barrier: bool = False,
 ) -> Tensor:
-    """As `tiles.tiled_linear`."""
+    """Computes `tiles.tiled_linear`."""
     (num_rows, size), lines = x_MK.shape, len(weight_OK)
     assert x_MK.is_contiguous()
     assert weight_OK.is_contiguous()
@@ -136,7 +136,7 @@ def tma_tiles(
 
 @jit
 def _begin(work, num_rows, SHAPE: gl.constexpr):
-    """Where a piece of work is: its first row, first output, slice (where that is the work), first step and last + 1."""
+    """Returns a work item's first row, first output, slice (if an item is one slice), first step, and last step + 1."""
     ROWS: gl.constexpr = SHAPE[0]
     COLUMNS: gl.constexpr = SHAPE[1]
     GROUP: gl.constexpr = SHAPE[2]
@@ -153,7 +153,7 @@ def _begin(work, num_rows, SHAPE: gl.constexpr):
 
 @jit
 def _after(ahead, num_rows, SHAPE: gl.constexpr):
-    """The step that is copied after this one: of the same piece of work, or of the program's next one."""
+    """Returns the step to copy after this one: of the same work item, or of the program's next one."""
     work, row, column, step, end = ahead
     step += 1
     if step == end:
@@ -169,7 +169,7 @@ def _copy_rows(x_desc, xs, arrived, ahead, there):
 
 @jit
 def _copy_weights(w_desc, ws, arrived, ahead, there, SHAPE: gl.constexpr):
-    """Both halves of a gated weight. Announces the rows, too."""
+    """Starts copying a step's weights, both halves of a gated one. The barrier then expects the bytes of weights and rows."""
     COLUMNS: gl.constexpr = SHAPE[1]
     LINES: gl.constexpr = ws.shape[0]
     hopper.mbarrier.expect(arrived, 128 * (SHAPE[0] + LINES), pred=there)
@@ -184,7 +184,7 @@ def _copy_weights(w_desc, ws, arrived, ahead, there, SHAPE: gl.constexpr):
 
 @jit
 def _multiply(buffers, slot, phase, acc, use_acc):
-    """Begins the product of a step, when its inputs have arrived."""
+    """Starts the product of a step when its inputs have arrived."""
     hopper.mbarrier.wait(buffers[2].index(slot), phase)
     weights = buffers[1].index(slot).permute([1, 0])
     return hopper.warpgroup_mma(buffers[0].index(slot), weights, acc, use_acc=use_acc, is_async=True)
@@ -192,7 +192,7 @@ def _multiply(buffers, slot, phase, acc, use_acc):
 
 @jit
 def _turn(x_desc, w_desc, buffers, ahead, turns, num_rows, all_work, SHAPE: gl.constexpr, STAGES: gl.constexpr):
-    """Copies the next step to where the last but one was, and goes on to the slot of the next product."""
+    """Starts copying the next step into the slot of the last completed product, and advances to the next product's slot."""
     slot, phase, free = turns
     there = ahead[0] < all_work
     _copy_weights(w_desc, buffers[1].index(free), buffers[2].index(free), ahead, there, SHAPE)
@@ -250,9 +250,9 @@ def _tma_tiles(
     hopper.fence_async_shared()
     programs = gl.num_programs(0)
     all_work = (num_rows + ROWS - 1) // ROWS * ACROSS * (SLICES if APART else 1)
-    stride = num_rows.to(gl.int64) * (2 * OUTPUTS if GATED else OUTPUTS)  # of the slices' sums
+    stride = num_rows.to(gl.int64) * (2 * OUTPUTS if GATED else OUTPUTS)  # between the sums of slices
 
-    # The first steps. Weights are there before this kernel's inputs are, so they are not waited for.
+    # The first steps. Weights do not depend on the previous kernel, so their copies start before the wait.
     row, column, _, step, end = _begin(gl.program_id(0), num_rows, SHAPE)
     begin = (gl.program_id(0), row, column, step, end)
     ahead = begin
@@ -277,8 +277,8 @@ def _tma_tiles(
         zeros = gl.zeros([ROWS, LINES], gl.float32, layout=SUMS)
         acc, total, residual = zeros, zeros, 0
         for s in gl.static_range(1 if APART else SLICES):
-            # Waiting for all products but one: with the last one's inputs there is room for the next step. The sum of the slice
-            # before is complete when the first product of this one has begun, in other registers.
+            # Waits for all products but the newest: a slot is then free for the next step. The previous slice's sum is
+            # complete once the first product of this slice, in other registers, has started.
             done = acc
             acc = _multiply(buffers, turns[0], turns[1], zeros, False)
             if s == 0 or IN_MEMORY:
@@ -287,7 +287,7 @@ def _tma_tiles(
                 acc, done = hopper.warpgroup_mma_wait(1, deps=[acc, done])
                 total = done if s == 1 else total + done
             ahead, turns = _turn(x_desc, w_desc, buffers, ahead, turns, num_rows, all_work, SHAPE, STAGES)
-            if HAS_RESIDUAL and SUMS_IN == 0 and s == SLICES - 1:  # there when the sums are; there are no registers before
+            if HAS_RESIDUAL and SUMS_IN == 0 and s == SLICES - 1:  # arrives with the sums; earlier, no registers are free
                 residual = load_residual(residual_ptr, own_row, own_column, num_rows, OUTPUTS, ROWS, COLUMNS, STORED)
             steps = own_end - own_step if APART else gl.minimum(STEPS - s * SLICE_STEPS, SLICE_STEPS)
             for _k in range(1, steps):
@@ -309,7 +309,7 @@ def _tma_tiles(
         elif IN_MEMORY:
             gl.static_assert(not GATED)
             low, high = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, COLUMNS // 2]), (0, 2, 1)))
-            for i in gl.static_range(4):  # a quarter at a time: registers hold no more
+            for i in gl.static_range(4):  # a quarter at a time: more does not fit the registers
                 half = low if i < 2 else high
                 both = gl.split(gl.permute(gl.reshape(half, [ROWS, 2, COLUMNS // 4]), (0, 2, 1)))
                 quarter = gl.convert_layout(both[i % 2], QUARTER)
