@@ -127,4 +127,4 @@ def pack_linears(module: nn.Module, bits: int = 16, head_bits: int | None = None
             if bits == 32 or max(map(abs, map(float, child.weight.aminmax()))) <= FP16_MAX:
                 setattr(module, name, PackedLinear(child, head_bits or bits if name == "lm_head" else bits))
         else:
-            pack_linears(child, bits)
+            pack_linears(child, bits, head_bits)
