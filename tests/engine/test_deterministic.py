@@ -164,7 +164,7 @@ def test_a_tokens_own_random_numbers_are_as_good_as_any():
 
 def test_trees_are_refused():
     decoder, drafter = networks()
-    with pytest.raises(UserError, match="chains only"):
+    with pytest.raises(UserError, match="excludes draft trees"):
         build_engine(decoder, Speculation(drafter, 3, TreeShape(2, 4)), SETTINGS)
 
 
