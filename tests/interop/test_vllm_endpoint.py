@@ -117,7 +117,7 @@ def test_answers_are_those_of_our_decoder_and_leave_nothing(url, model, states):
 
 
 def test_other_layers_are_refused(url, model, states):
-    with pytest.raises(EndpointError, match="gives 4 states of 128 for each token, the recipe needs 3"):
+    with pytest.raises(EndpointError, match="returns 4 states of size 128 per token, but the recipe needs 3"):
         connect(url, model, states, taps=(1, 2))
 
 
