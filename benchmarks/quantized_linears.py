@@ -26,7 +26,7 @@ from fledge.kernels.linear.dispatch import case_of, linear
 from fledge.kernels.linear.reference import Norm
 from fledge.kernels.linear.register_stream import register_stream
 from fledge.kernels.linear.summation import CHUNK, Summation
-from fledge.kernels.linear.tiles import CODES_SPLIT, Tile, tiled_linear
+from fledge.kernels.linear.tiles import QUANTISED_SPLIT, Tile, tiled_linear
 from fledge.kernels.quantization import QuantizedWeight, kept_fp8, quantize
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +93,7 @@ def call(job: Job, weight: Tensor | QuantizedWeight) -> Callable[[], Tensor]:
     if len(job.tile) == 1 and isinstance(weight, QuantizedWeight):
         order = Summation(job.tile[0], False, -(-size // (CHUNK * job.tile[0])) * CHUNK)
         return lambda: register_stream(x, weight, order=order, gated=gated)
-    tile, split = Tile(*job.tile), order.slices > 1 and outputs <= CODES_SPLIT
+    tile, split = Tile(*job.tile), order.slices > 1 and outputs <= QUANTISED_SPLIT
     return lambda: tiled_linear(x, weight, order=order, gated=gated, tile=tile, split=split)
 
 

@@ -56,8 +56,8 @@ SMALL = Tile(64, 64, 64, 4, 4)  # short slices, one after the other
 LARGE = Tile(128, 128, 64, 8, 4)
 # Tiles of quantised weights. A step is unpacked, stored, loaded and multiplied in sequence, so several programs must share a
 # multiprocessor, with few stages each. Up to 16,384 outputs there are enough programs only if each slice is one.
-CODES = {16: Tile(64, 16, 64, 4, 4), 32: Tile(64, 32, 64, 4, 4), 128: Tile(64, 64, 64, 4, 4)}
-CODES_SPLIT = 16384
+QUANTISED = {16: Tile(64, 16, 64, 4, 4), 32: Tile(64, 32, 64, 4, 4), 128: Tile(64, 64, 64, 4, 4)}
+QUANTISED_SPLIT = 16384
 # Most rows for which a program prefetches its first weights into the L2 cache before it waits for the previous kernel. Each
 # linear of 1.5B and 8B takes 4 to 9 µs more than reading its bytes, and memory is idle between two kernels.
 PREFETCH_ROWS = 64
@@ -81,8 +81,8 @@ def slices_beside(tile: Tile, split: bool, order: Summation, bits: int) -> int:
 
 def _measured_tile(num_rows: int, outputs: int, order: Summation, bits: int) -> tuple[Tile, bool]:
     if bits < 16:
-        tile = next((tile for most, tile in CODES.items() if num_rows <= most), LARGE)
-        return tile, order.slices > 1 and outputs <= CODES_SPLIT and tile is not LARGE
+        tile = next((tile for most, tile in QUANTISED.items() if num_rows <= most), LARGE)
+        return tile, order.slices > 1 and outputs <= QUANTISED_SPLIT and tile is not LARGE
     if order.slices == 1:
         if 32 < num_rows <= 64 and outputs >= 8192:
             return WIDE_64, False
