@@ -28,7 +28,17 @@ from fledge.kernels.linear.codes import Codes, add_product, scaled, units_of
 from fledge.kernels.linear.slice_sums import silu_times
 from fledge.kernels.linear.tiles import weight_parts
 from fledge.kernels.quantization import GROUP_SIZE, QuantizedWeight
-from fledge.kernels.triton_support import by_device, constant, jit, next_power_of_2, prefetch, tl
+from fledge.kernels.triton_support import (
+    by_device,
+    constant,
+    jit,
+    let_next_start,
+    next_power_of_2,
+    overlap,
+    prefetch,
+    tl,
+    wait_for_inputs,
+)
 
 TILE_OUTPUTS, TILE_INPUTS = 64, 64
 PREFETCHED = constant(256)  # inputs of each line
@@ -72,6 +82,7 @@ def route_triton(scores_NE: Tensor, num_chosen: int, *, normalise: bool) -> tupl
             CHOSEN_BLOCK=next_power_of_2(num_chosen),
             NORMALISE=normalise,
             num_warps=1,
+            **overlap(scores_NE),
         )
     return weights, experts
 
@@ -119,10 +130,19 @@ def experts_triton(
             BLOCK_R=block_rows,
             num_warps=4,
             num_stages=4,
+            **overlap(x_ND),
         )
     block = min(next_power_of_2(size), 1024)
     _combine[(num_rows, -(-size // block))](
-        added, weights_NK, residual_ND, out, SIZE=size, PER_ROW=per_row, BLOCK=block, num_warps=max(block // 256, 1)
+        added,
+        weights_NK,
+        residual_ND,
+        out,
+        SIZE=size,
+        PER_ROW=per_row,
+        BLOCK=block,
+        num_warps=max(block // 256, 1),
+        **overlap(x_ND),
     )
     return out
 
@@ -167,6 +187,7 @@ def group_pairs(experts_P: Tensor, num_experts: int) -> Groups:
         PAIRS_BLOCK=max(next_power_of_2(pairs), 16),
         EXPERTS_BLOCK=next_power_of_2(num_experts + 1),
         num_warps=4,
+        **overlap(experts_P),
     )
     return Groups(order, *table, num_slots)
 
@@ -191,7 +212,10 @@ def _route(
     EXPERTS_BLOCK: tl.constexpr,
     CHOSEN_BLOCK: tl.constexpr,
     NORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS_BLOCK)
     place = tl.arange(0, CHOSEN_BLOCK)
@@ -226,7 +250,10 @@ def _group(
     EXPERTS: tl.constexpr,
     PAIRS_BLOCK: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     pair = tl.arange(0, PAIRS_BLOCK)
     expert = tl.load(experts_ptr + pair, mask=pair < PAIRS, other=EXPERTS).to(tl.int32)
     ordered = tl.sort(expert * PAIRS_BLOCK + pair)
@@ -260,10 +287,14 @@ def _expert_linear(
     GATED: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     INPUTS: tl.constexpr = CODES.size
     BLOCK_I: tl.constexpr = CODES.step
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    # The kernel before gate_up groups the pairs. It was complete before gate_up ran, so down reads the groups while that ends.
+    if GATED:
+        wait_for_inputs(PDL)
     slot = tl.program_id(1)
     if slot >= tl.load(num_slots_ptr):
         return
@@ -280,6 +311,8 @@ def _expert_linear(
         for i in tl.static_range(2 if GATED else 1):
             prefetch(weight_ptr + (tl.minimum(line, last) + i * OUTPUTS) * INPUTS, 0, INPUTS, PREFETCHED)
     weights_ptr = weight_ptr + line[:, None] * INPUTS + step[None, :]
+    if not GATED:
+        wait_for_inputs(PDL)
     for first in range(0, count, BLOCK_R):
         place = first + tl.arange(0, BLOCK_R)
         is_row = place < count
@@ -311,10 +344,23 @@ def _expert_linear(
         if GATED:
             sums = silu_times(sums, ups, dtype)
         tl.store(to, sums.to(out_ptr.dtype.element_ty), mask=is_output[:, None] & is_row[None, :])
+    # Not earlier: the next kernel would take memory bandwidth from this one while it waits.
+    let_next_start(PDL)
 
 
 @jit
-def _combine(added_ptr, weights_ptr, residual_ptr, out_ptr, SIZE: tl.constexpr, PER_ROW: tl.constexpr, BLOCK: tl.constexpr):
+def _combine(
+    added_ptr,
+    weights_ptr,
+    residual_ptr,
+    out_ptr,
+    SIZE: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE

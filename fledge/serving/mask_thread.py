@@ -92,7 +92,7 @@ class _Thread:
             except BaseException as error:
                 self._error = error
             self._work = _nothing  # keeps no reference to the request
-            self._done.release()  # after a timeout nobody waits for it, and the loop ends above
+            self._done.release()  # after a timeout no thread waits for it, and the loop ends above
 
 
 class MaskThread:

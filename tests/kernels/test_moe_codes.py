@@ -39,8 +39,14 @@ def compiled_products(monkeypatch: pytest.MonkeyPatch, format: str, num_rows: in
 def test_what_is_compiled(format: str, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in `linear.tiles`, steps are 16 neighbours (kWidth 2) and complete before their weights' registers are overwritten. A
     layer's two kernels fit the card with few rows per expert and with many."""
-    for kernel in compiled_products(monkeypatch, format, num_rows):
+    gate_up, down = compiled_products(monkeypatch, format, num_rows)
+    for kernel in (gate_up, down):
         assert kernel.metadata.shared <= MEASURED_SHARED_MEMORY
+        text = kernel.asm["ptx"]
+        waits_first = text.index("griddepcontrol.wait") < text.index("ld.global")
+        assert waits_first == (kernel is gate_up), "the kernel before down does not write the groups"
+        if format == "bf16":
+            assert (text.index("griddepcontrol.wait") < text.index("prefetch.global")) == (kernel is gate_up)
         if format == "bf16":
             continue
         text = kernel.asm["ttgir"]

@@ -167,7 +167,7 @@ def main() -> None:
             replies.write(reply)
             replies.flush()
         except BrokenPipeError:
-            os._exit(0)  # the parent process has ended; nobody waits for the result
+            os._exit(0)  # the parent process has ended: the result is not needed
 
 
 if __name__ == "__main__":
