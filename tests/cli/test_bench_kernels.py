@@ -18,7 +18,7 @@ from tests.checkpoints.gguf_files import write_gguf
 from tests.tiny import tiny_decoder, tiny_model_config
 
 
-def test_the_shapes_of_a_model():
+def test_linear_shapes_of_a_model():
     config = tiny_model_config()
     assert linear_shapes(config) == [
         Shape("qkv_proj", 32, 64),
@@ -31,7 +31,7 @@ def test_the_shapes_of_a_model():
     assert formats == dict.fromkeys(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), "int4") | {"lm_head": "int8"}
 
 
-def test_the_table_is_printed(monkeypatch, capsys, tmp_path):
+def test_every_linear_is_in_the_printed_table(monkeypatch, capsys, tmp_path):
     folder = save_decoder(tiny_decoder(), tmp_path / "model")
     monkeypatch.setattr(sys, "argv", ["fledge", "bench", str(folder), "--kernels", "--device", "cpu"])
     monkeypatch.setenv("COLUMNS", "200")
@@ -42,7 +42,7 @@ def test_the_table_is_printed(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.skipif(native.library() is None, reason="a GGUF file's blocks need the C kernels")
-def test_a_gguf_file_is_shown_as_it_runs_and_not_converted(monkeypatch, capsys, tmp_path):
+def test_a_gguf_file_is_not_converted_to_list_its_formats(monkeypatch, capsys, tmp_path):
     quantised = {"attn_v": "Q8_0", "ffn_down": "Q8_0"}
     file = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=300), "llama", others=quantised)
     monkeypatch.setattr(sources, "_converted", lambda *_: pytest.fail("converted only to read its configuration"))

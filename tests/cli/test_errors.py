@@ -1,4 +1,4 @@
-"""A user's mistake: one clear line on standard error, an exit code other than 0, and no traceback."""
+"""A user error prints one line on standard error and no traceback, and the exit code is not 0."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refused(monkeypatch, capsys, *arguments: object) -> str:
     return lines[0]
 
 
-def test_a_good_call_for_comparison(monkeypatch, capsys, model):
+def test_a_valid_command_succeeds(monkeypatch, capsys, model):
     code, out, err = fledge(monkeypatch, capsys, "generate", "hello", "--model", model, "--max-tokens", 5, "--json", "--raw")
     assert (code, err) == (0, "")
     answer = json.loads(out)
@@ -117,7 +117,7 @@ def test_prompt_longer_than_the_context(monkeypatch, capsys, model):
         ("--dtype", "int3", "dtype"),
     ],
 )
-def test_impossible_options(monkeypatch, capsys, model, option, value, named):
+def test_invalid_option_values(monkeypatch, capsys, model, option, value, named):
     assert named in refused(monkeypatch, capsys, "generate", "hello", "--model", model, option, value)
 
 
@@ -129,7 +129,7 @@ EVIL = "[bold]x[/bold] [/nothing] \x1b[2J\x07 [link=http://evil]y[/link] end\\"
 
 
 def check_shown(out: str, times: int) -> None:
-    """A name from a file or a server may hold Rich's markup or a terminal's escapes: both are shown, neither is obeyed."""
+    """Names from files and servers may contain Rich markup and terminal escapes. Checks that neither takes effect."""
     assert "\x1b" not in out
     assert "\x07" not in out
     assert "".join(out.split()).count("[bold]x[/bold][/nothing]") == times, out
@@ -152,7 +152,7 @@ def test_doctor_prints_names_as_they_are(capsys):
     check_shown(capsys.readouterr().out, 3)
 
 
-def test_bench_serve_prints_a_servers_words_as_they_are(monkeypatch, capsys):
+def test_bench_serve_prints_text_from_a_server_as_it_is(monkeypatch, capsys):
     from fledge.bench import load_report
     from fledge.bench.load import Acceptance, LoadReport, Sample
 
@@ -194,7 +194,7 @@ def test_drift_prints_names_as_they_are(capsys):
     check_shown(capsys.readouterr().out, 4)
 
 
-def test_conform_prints_a_servers_words_as_they_are(capsys):
+def test_conform_prints_text_from_a_server_as_it_is(capsys):
     from rich.console import Console
 
     from fledge.bench.conform import FAIL, VALID, ConformReport, Row
@@ -205,7 +205,7 @@ def test_conform_prints_a_servers_words_as_they_are(capsys):
     check_shown(capsys.readouterr().out, 4)
 
 
-def test_a_servers_words_are_no_markup_in_a_report():
+def test_text_from_a_server_is_escaped_in_a_report():
     from fledge.bench.conform import FAIL, VALID, ConformReport, Row
     from fledge.bench.conform_report import html, markdown
 
@@ -226,7 +226,7 @@ def test_demo_prints_the_models_name_as_it_is(monkeypatch, capsys, model):
     assert "[bold]x[" in "".join(out.split())
 
 
-def test_an_answer_moves_no_cursor(monkeypatch, capsys):
+def test_control_characters_of_an_answer_are_replaced(monkeypatch, capsys):
     from types import SimpleNamespace
 
     from fledge.cli.render import print_delta

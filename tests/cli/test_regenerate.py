@@ -1,4 +1,4 @@
-"""Which drafter `fledge regenerate` takes when none is named."""
+"""The default drafter of `fledge regenerate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cli.test_errors import model, refused  # noqa: F401 - a fixture
     ("gpu", "given", "wanted"),
     [(True, [], "auto"), (False, [], "none"), (True, ["--drafter", "none"], "none"), (False, ["--drafter", "auto"], "auto")],
 )
-def test_on_a_gpu_the_shipped_one_drafts(gpu, given, wanted, model, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_default_drafter_is_auto_on_a_gpu_and_none_on_cpu(gpu, given, wanted, model, tmp_path, monkeypatch, capsys):  # noqa: F811
     asked = []
 
     def generator(*_, speculation, **__):

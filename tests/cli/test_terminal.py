@@ -1,4 +1,4 @@
-"""The terminal: a guide, exit codes, completion, JSON on standard output, and a demo table that fits."""
+"""The command line: short guide, exit codes, shell completion, JSON on standard output, and the demo table's width."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fledge.cli.demo import table
 from fledge.errors import literal
 from tests.cli.test_errors import fledge, model  # noqa: F401 - a fixture
 
-# Everything but what talks with a person or serves.
+# Every command except `chat` and `serve`.
 WITH_JSON = {
     "demo", "generate", "models", "inspect", "doctor", "export", "import", "make", "regenerate", "train", "bench",
     "bench-serve", "conform", "drift", "learn-report",
@@ -42,7 +42,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_without_arguments_it_guides(monkeypatch, capsys, commands):
+def test_without_arguments_a_short_guide_is_printed(monkeypatch, capsys, commands):
     code, out, err = fledge(monkeypatch, capsys)
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80
@@ -53,7 +53,7 @@ def test_without_arguments_it_guides(monkeypatch, capsys, commands):
         assert {word for word in words if word.startswith("--")} <= known
 
 
-def test_help_and_version_are_quick():
+def test_help_and_version_import_nothing_slow():
     code = "import sys; sys.argv = ['fledge', '{}']\nfrom fledge.cli.main import main\ntry: main()\nexcept SystemExit: pass\n"
     code += "print([name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
     for flag in ("--help", "--version"):
@@ -94,7 +94,7 @@ def test_exit_codes(monkeypatch, capsys, arguments, wanted):
     assert "Traceback" not in err
 
 
-def test_exit_code_of_a_check_that_does_not_pass(monkeypatch, capsys, tmp_path):
+def test_exit_code_of_a_failed_check(monkeypatch, capsys, tmp_path):
     from fledge.checkpoints.eagle3 import save_drafter
     from tests.tiny import tiny_drafter
 
@@ -105,7 +105,7 @@ def test_exit_code_of_a_check_that_does_not_pass(monkeypatch, capsys, tmp_path):
     assert fledge(monkeypatch, capsys, "inspect", folder)[0] == 3
 
 
-def test_exit_codes_of_an_interruption_and_of_a_closed_pipe(monkeypatch, capsys):
+def test_exit_codes_of_an_interrupt_and_a_closed_pipe(monkeypatch, capsys):
     from fledge import sources
 
     for error, wanted in ((KeyboardInterrupt(), 130), (BrokenPipeError(), 141)):
@@ -115,7 +115,7 @@ def test_exit_codes_of_an_interruption_and_of_a_closed_pipe(monkeypatch, capsys)
 
 @pytest.mark.parametrize("identical", [True, False])
 def test_the_demo_fails_if_the_outputs_differ(monkeypatch, capsys, model, identical):  # noqa: F811
-    """In the default type too, which is not float32."""
+    """The demo runs in the default data type, which is not float32."""
     from fledge.bench import comparison
 
     config = json.loads((model / "tokenizer_config.json").read_text())
@@ -128,7 +128,7 @@ def test_the_demo_fails_if_the_outputs_differ(monkeypatch, capsys, model, identi
     assert (figures["depth"], figures["drafter"]) == (7, "n-gram look-up, depth auto (up to 7)")
 
 
-def test_switches_have_no_type_in_help(monkeypatch, capsys):
+def test_help_shows_no_type_for_boolean_switches(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     for command in ("generate", "chat", "bench", "doctor"):
         assert "bool" not in fledge(monkeypatch, capsys, command, "--help")[1]
@@ -169,7 +169,7 @@ def test_which_commands_print_json(commands):
     assert set(commands) - found == {"chat", "serve"}
 
 
-def test_json_is_all_there_is_on_standard_output(monkeypatch, capsys, model, tmp_path):  # noqa: F811
+def test_with_json_nothing_else_is_on_standard_output(monkeypatch, capsys, model, tmp_path):  # noqa: F811
     from fledge.checkpoints.eagle3 import save_drafter
     from tests.tiny import tiny_drafter
 
@@ -201,7 +201,7 @@ def test_json_is_all_there_is_on_standard_output(monkeypatch, capsys, model, tmp
     assert figures("learn-report", tmp_path)["acceptance_length"] == {"first": 1.5, "last": 1.5}
 
 
-def test_figures_that_do_not_exist_are_null(capsys):
+def test_nan_and_infinity_are_printed_as_null(capsys):
     from fledge.cli.options import print_json
 
     print_json({"a": [float("nan"), 1.5], "b": (float("inf"),), "c": Path("x"), "d": "\ud800"})
@@ -212,7 +212,7 @@ def test_figures_that_do_not_exist_are_null(capsys):
 
 
 @pytest.mark.parametrize("width", [80, 60, 120])
-def test_the_demos_table_fits(width):
+def test_the_demo_table_fits_the_width(width):
     from rich.console import Console
 
     from fledge.bench.prompts import DEMO
@@ -247,7 +247,7 @@ def test_the_demos_table_fits(width):
 
 @pytest.mark.parametrize("name", ["plain", "C:\\drafters\\", "two\\\\", "[bold]x\\", "\\[red]y", "[/]\\\\\\"])
 def test_names_are_shown_as_they_are_written(name):
-    """Also where no tag follows: a trailing backslash was doubled in `fledge drift`'s header."""
+    """Covers names with no tag after them: `fledge drift` once doubled a trailing backslash in its header."""
     console = Console(file=io.StringIO(), width=60)
     shown = Table(literal(name), box=None, pad_edge=False)
     shown.add_row(literal(name))

@@ -1,4 +1,4 @@
-"""`fledge train`: what is wrong with a recipe is one line, an exit code, and nothing on disk."""
+"""`fledge train` reports an error in a recipe in one line and writes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def recipe(tmp_path: Path) -> Path:
         ("output={here}/recipe.yaml/out", "output: nothing can be written to {here}/recipe.yaml/out (Not a directory)"),
     ],
 )
-def test_a_bad_value_is_told_before_anything_is_written(monkeypatch, capsys, recipe, override, line):
+def test_a_bad_value_is_reported_before_anything_is_written(monkeypatch, capsys, recipe, override, line):
     here = recipe.parent
     said = refused(monkeypatch, capsys, "train", recipe, override.format(here=here))
     assert said.startswith("fledge: " + line.format(here=here))
@@ -48,7 +48,7 @@ def test_a_bad_value_is_told_before_anything_is_written(monkeypatch, capsys, rec
         (OSError(28, "No space left on device"), "fledge: No space left on device; the same command resumes"),
     ],
 )
-def test_a_disk_that_fails_later_is_told_too(monkeypatch, capsys, recipe, error, line):
+def test_a_disk_error_during_training_is_reported_in_one_line(monkeypatch, capsys, recipe, error, line):
     def fail(settings):
         raise error
 
@@ -56,7 +56,7 @@ def test_a_disk_that_fails_later_is_told_too(monkeypatch, capsys, recipe, error,
     assert refused(monkeypatch, capsys, "train", recipe).startswith(line)
 
 
-def test_other_errors_of_the_system_are_bugs_and_show_themselves(monkeypatch, capsys, recipe):
+def test_other_os_errors_are_not_caught(monkeypatch, capsys, recipe):
     def fail(settings):
         raise ConnectionResetError(104, "Connection reset by peer")
 
@@ -65,7 +65,7 @@ def test_other_errors_of_the_system_are_bugs_and_show_themselves(monkeypatch, ca
         refused(monkeypatch, capsys, "train", recipe)
 
 
-def test_every_key_of_a_recipe_is_printed(monkeypatch, capsys):
+def test_help_recipe_prints_the_keys_of_a_recipe(monkeypatch, capsys):
     code, out, _ = fledge(monkeypatch, capsys, "train", "--help-recipe")
     assert code == 0
     assert "  global_batch_size: null  # rows of an optimizer step over all GPUs" in out

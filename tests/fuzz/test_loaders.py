@@ -1,4 +1,4 @@
-"""Loading what strangers wrote, further than its header; and what a foreign server answers to our clients."""
+"""Untrusted checkpoints are loaded beyond their headers, and our clients read the answers of other servers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.checkpoints.gguf_files import write_gguf
 from tests.fuzz.test_readers import JSON, LENGTHS, SCALARS, bounded
 from tests.tiny import tiny_decoder, tiny_drafter
 
-# GGUF: what the C kernels are then given
+# GGUF tensors, which are passed to the C kernels
 
 
 @pytest.fixture(scope="module")
 def quantised(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
-    """A file of blocks, and where its table of tensors begins."""
+    """A quantised GGUF file and the offset of its tensor table."""
     decoder = tiny_decoder(vocab_size=288, num_layers=1, hidden_size=64, intermediate_size=96)
     content = write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", decoder, "llama", "Q8_0").read_bytes()
     return content, content.index(b"token_embd.weight") - 8
@@ -41,7 +41,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, int]:
 @bounded(80)
 @given(data=st.data())
 def test_gguf_tensor_tables(quantised: tuple[bytes, int], tmp_path: Path, data: st.DataObject) -> None:
-    """Shapes, formats and places of tensors that are not true: refused, or a network that can be run."""
+    """Corrupts shapes, formats and offsets of tensors: the file is refused, or the loaded model can run."""
     content, table = quantised
     changed = bytearray(content)
     for _ in range(data.draw(st.integers(1, 3))):
@@ -95,7 +95,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_drafter_files(
     drafters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, layout: str, data: st.DataObject
 ) -> None:
-    """The header of the weights with bytes changed, and the configuration with values changed: `inspect` too has an answer."""
+    """Corrupts bytes of the weight file's header and values of the configuration: nothing but `UserError` is raised."""
     source, folder = drafters[layout], tmp_path_factory.mktemp("drafter")
     weights = bytearray((source / "model.safetensors").read_bytes())
     header = struct.unpack("<Q", weights[:8])[0]
@@ -113,7 +113,7 @@ def test_drafter_files(
         inspect_drafter(folder).as_dict()
 
 
-# What servers say
+# Answers of servers
 
 LOGPROBS = st.fixed_dictionaries({"token": SCALARS, "logprob": SCALARS})
 PARTS = st.fixed_dictionaries(
@@ -161,7 +161,7 @@ def test_streamed_answers(lines: list[str]) -> None:
         check(_streamed(lines))
 
 
-def test_an_answer_that_is_nested_too_deeply() -> None:
+def test_an_answer_that_is_nested_too_deeply_is_refused() -> None:
     deep = "[" * 100_000 + "]" * 100_000
     with pytest.raises(Broken):
         _streamed([f"data: {deep}"])
@@ -170,7 +170,7 @@ def test_an_answer_that_is_nested_too_deeply() -> None:
 
 @bounded(200)
 @given(status=st.integers(100, 599), text=st.text() | JSON.map(json.dumps))
-def test_errors(status: int, text: str) -> None:
+def test_error_messages_are_short(status: int, text: str) -> None:
     assert len(str(_error(status, text))) < 300
 
 
@@ -182,6 +182,6 @@ SAMPLES = st.tuples(st.sampled_from(NAMES), st.integers(-2, 1 << 70) | st.text(m
 @bounded(200)
 @given(samples=st.lists(SAMPLES, max_size=5))
 def test_metrics(samples: list[tuple[str, Any, Any]]) -> None:
-    """A position is no promise of as many: the list of them stays short."""
+    """A large `position` label must not make the list of positions that long."""
     seen = Acceptance.parse("\n".join(f'{name}{{position="{position}"}} {value}' for name, position, value in samples))
     assert len(seen.accepted_at) <= 1000

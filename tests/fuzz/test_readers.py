@@ -1,6 +1,6 @@
-"""Readers of what strangers wrote: any input gives a result or the reader's own error, in bounded time and memory.
+"""Readers of untrusted input: any input gives a result or the reader's own error, in bounded time and memory.
 
-Examples are few here; `FLEDGE_FUZZ_EXAMPLES=100000 pytest tests/fuzz` looks for longer.
+The default number of examples is small; `FLEDGE_FUZZ_EXAMPLES=100000 pytest tests/fuzz` runs longer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @bounded(60)
 @given(data=st.data())
 def test_gguf_headers(gguf_bytes: bytes, tmp_path: Path, data: st.DataObject) -> None:
-    """A true file with some of its header's bytes changed, or cut."""
+    """A valid file with some bytes of its header changed, or truncated."""
     changed = bytearray(gguf_bytes)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(4, 3000))
@@ -84,7 +84,7 @@ def test_gguf_headers(gguf_bytes: bytes, tmp_path: Path, data: st.DataObject) ->
 
 @bounded(150)
 @given(body=st.binary(max_size=400))
-def test_gguf_rubbish(tmp_path: Path, body: bytes) -> None:
+def test_gguf_random_bytes(tmp_path: Path, body: bytes) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF\x03\x00\x00\x00" + body)
     with contextlib.suppress(UserError):
@@ -197,7 +197,7 @@ def _drafter(factory: pytest.TempPathFactory) -> Path:
     return _DRAFTER[0]
 
 
-# Text that a model writes
+# Text that a model generates
 
 MARKERS = [
     "<tool_call>", "</tool_call>", '{"name": "f", "arguments": {', "}}", "<think>", "</think>", "<|python_tag|>", "[f(a=1)",
@@ -211,7 +211,7 @@ TEXTS = st.lists(st.sampled_from(MARKERS) | st.text(max_size=6), max_size=16)
 @bounded(150)
 @given(pieces=TEXTS, reasoning=st.none() | st.sampled_from(sorted(REASONING_PARSERS)))
 def test_tool_parsers(name: str, pieces: list[str], reasoning: str | None) -> None:
-    """In pieces or whole, the message is the same; nothing raises."""
+    """The parsed message does not depend on how the text is split, and nothing raises."""
 
     def read(parts: list[str]) -> dict[str, Any]:
         tools = RequiredParser() if name == "required" else TOOL_PARSERS[name]()
@@ -276,7 +276,7 @@ EVENTS = st.recursive(
 @bounded(300)
 @given(events=st.lists(EVENTS, max_size=3), cut=st.integers(1, 40), junk=st.binary(max_size=10))
 def test_streams_of_other_servers(events: list[Any], cut: int, junk: bytes) -> None:
-    """For `bench-serve` and `conform`: an odd event is an error of its answer."""
+    """`bench-serve` and `conform` count an invalid event as an error of that request."""
     data = junk + b"".join(b"data: " + json.dumps(event).encode() + b"\n\n" for event in events)
     sample = read_stream(0.0, [(1.0, data[at : at + cut]) for at in range(0, len(data), cut)])
     assert sample.error is not None, "there is no [DONE]"
@@ -319,7 +319,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory):
     text=st.text("ab[](){}|*+?.^$\\d,019\"':=r ot\n", max_size=30),
 )
 def test_grammars(compiler, kind: str, schema: dict[str, Any], text: str) -> None:
-    """The library is fuzzed in the process that compiles: whatever it does there, the server has an answer."""
+    """xgrammar runs in the compiler process: even if it crashes there, the server answers the request."""
     given_text = {"json_schema": schema, "regex": text, "ebnf": f"root ::= {text}", "choice": [text]}[kind]
     try:
         if kind == "json_schema" and schema:
