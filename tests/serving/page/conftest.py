@@ -1,4 +1,4 @@
-"""Chromium, and what a test does with the page: `make test-browser`."""
+"""Fixtures of the browser tests: Chromium, and `Page` with the actions that tests perform. Run with `make test-browser`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARGUMENTS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars", "--window-size=1280,860",
 )  # fmt: skip
-SLOW = 180  # seconds: on a machine that does many other things
+SLOW = 180  # timeout in seconds, enough for a busy machine
 
 
 class Page:
@@ -36,7 +36,7 @@ class Page:
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def media(self, **features: str) -> None:
-        """Media features such as prefers_color_scheme="dark"."""
+        """Emulates media features, such as prefers_color_scheme="dark"."""
         named = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": named})
 
@@ -51,7 +51,7 @@ class Page:
             except (StaleElementReferenceException, IndexError):
                 pass
             time.sleep(0.05)
-        raise AssertionError(f"it did not happen within {seconds} s")
+        raise AssertionError(f"the condition did not become true within {seconds} s")
 
     def all(self, selector: str) -> list[Any]:
         return self.driver.find_elements("css selector", selector)
@@ -66,10 +66,10 @@ class Page:
         self.one(selector).click()
 
     def keys(self, *keys: str) -> None:
-        """To whatever has the focus; modifiers hold for the keys after them."""
+        """Sends keys to the focused element. All but the last argument are modifiers and are held down."""
         from selenium.webdriver.common.action_chains import ActionChains
 
-        self.driver.switch_to.active_element  # noqa: B018 (there must be one)
+        self.driver.switch_to.active_element  # noqa: B018 (raises if nothing has the focus)
         chain, *last = ActionChains(self.driver), keys[-1]
         for key in keys[:-1]:
             chain.key_down(key)
@@ -91,16 +91,16 @@ class Page:
         self.one("#prompt").send_keys(words + Keys.ENTER)
 
     def answers(self, count: int) -> list[Any]:
-        """The finished answers, once there are `count` of them and nothing streams."""
+        """Waits until there are `count` finished answers and nothing streams, and returns them."""
         self.wait(lambda: len(self.all(".turn.assistant .actions")) >= count and not self.all("body.is-busy"))
         return self.all(".turn.assistant")
 
     def streamed(self) -> int:
-        """How many characters of the answer that streams are shown."""
+        """The number of characters shown of the answer that is being streamed."""
         return self.run("return document.querySelector('.is-streaming .text')?.textContent.length ?? 0")
 
     def axe(self) -> list[str]:
-        """Violations of axe-core's rules, all of them, as text."""
+        """Runs axe-core and returns all violations of its rules as text."""
         import selenium_axe_python
 
         script = Path(selenium_axe_python.__file__).parent / "axe-core" / "axe.min.js"
@@ -111,7 +111,7 @@ class Page:
             "axe.run(document, {resultTypes: ['violations']}).then(done, error => done({error: String(error)}))"
         )
         assert "error" not in result, result["error"]
-        assert len(result["passes"]) > 10  # it has looked
+        assert len(result["passes"]) > 10  # the rules were really applied
         return [
             f"{violation['id']}: {found['target']} {found.get('failureSummary', '')}"
             for violation in result["violations"]

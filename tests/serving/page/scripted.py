@@ -1,4 +1,4 @@
-"""A server that serves the page and says what the test wrote: what a model would hardly say on demand."""
+"""A server that serves the page and streams text set by the test, which a real model could not be made to produce."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fledge.serving import page_files
 
 
 class ScriptedServer:
-    """`with ScriptedServer() as server:` then `server.text = …`. Two of three pieces count as drafted."""
+    """Use as `with ScriptedServer() as server:` and set `server.text`. Two of three pieces are marked as drafted."""
 
     def __init__(self) -> None:
-        self.text, self.plain_text = "", None  # the latter without speculation, if it is to differ
-        self.piece, self.delay, self.holds_at = 7, 0.0, None  # characters an event; seconds between; where the stream waits
+        self.text, self.plain_text = "", None  # plain_text: the answer without speculation, if it should differ
+        self.piece, self.delay, self.pause_at = 7, 0.0, None  # characters per event, seconds between events, offset to pause at
         self.reasoning, self.finish_reason = False, "stop"
         self.drafter: str | None = "scripted"
         self.metrics = ""
         self.learning: dict[str, Any] = {}
         self.bodies: list[dict[str, Any]] = []
         self.paths: list[str] = []
-        self.num_cut = 0  # streams that the page ended
+        self.num_aborted = 0  # streams that the page aborted
         self.app = FastAPI()
         page_files.install(self.app)
         self.app.middleware("http")(self._note)
@@ -68,7 +68,7 @@ class ScriptedServer:
         begun, tokens, accepted = time.monotonic(), 0, 0
         try:
             for at in range(0, len(text), self.piece):
-                while self.holds_at is not None and at >= self.holds_at:
+                while self.pause_at is not None and at >= self.pause_at:
                     await asyncio.sleep(0.01)
                 drafted = speculates and tokens % 3 > 0
                 tokens += 1
@@ -85,7 +85,7 @@ class ScriptedServer:
             yield event({"choices": [], "usage": {"completion_tokens": tokens, "speculation": figures}})
             yield "data: [DONE]\n\n"
         except (asyncio.CancelledError, GeneratorExit):
-            self.num_cut += 1
+            self.num_aborted += 1
             raise
 
     def __enter__(self) -> ScriptedServer:
@@ -95,6 +95,6 @@ class ScriptedServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.holds_at = None
+        self.pause_at = None
         self.server.should_exit = True
         self.thread.join(10)

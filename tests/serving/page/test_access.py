@@ -1,4 +1,4 @@
-"""The page for everyone: axe-core in every view, light and dark; keyboard alone; a phone's width; less motion."""
+"""Accessibility of the page: axe-core in every view, light and dark themes, keyboard only, phone width, reduced motion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.serving.page.scripted import ScriptedServer
 
 pytestmark = pytest.mark.browser
 
-# Everything that Markdown can become, so that each is looked at; headings in no good order, as models write them.
+# Every Markdown construct, so that each is checked. The headings are in no good order, as in models' answers.
 EVERYTHING = """#### Four first
 
 A **bold** and *slanted* ~~struck~~ text with `code`, a [link](https://example.com/with-a-long-path) and https://example.com/bare.
@@ -43,9 +43,9 @@ SIZES = {"desktop": (1280, 800), "phone": (390, 844)}
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES)
-def test_axe_finds_nothing_in_any_view(page: Page, scripted: ScriptedServer, size: str, theme: str) -> None:
+def test_axe_finds_no_violation_in_any_view(page: Page, scripted: ScriptedServer, size: str, theme: str) -> None:
     page.size(*SIZES[size])
-    page.media(prefers_color_scheme=theme, prefers_reduced_motion="reduce")  # animations end at once: colours are final
+    page.media(prefers_color_scheme=theme, prefers_reduced_motion="reduce")  # animations end at once, so colours are final
     looked: list[str] = []
 
     def check(view: str) -> None:
@@ -59,11 +59,11 @@ def test_axe_finds_nothing_in_any_view(page: Page, scripted: ScriptedServer, siz
     background = page.run("return getComputedStyle(document.body).backgroundColor")
     assert (int(background.split("(")[1].split(",")[0]) < 60) == (theme == "dark")
     check("empty")
-    scripted.text, scripted.holds_at = "<think>Let me see, `x`.</think>\n\n" + EVERYTHING, 700
+    scripted.text, scripted.pause_at = "<think>Let me see, `x`.</think>\n\n" + EVERYTHING, 700
     page.say("A question")
     page.wait(lambda: page.streamed() > 100)
     check("streaming")
-    scripted.holds_at = None
+    scripted.pause_at = None
     page.answers(1)
     page.run("document.querySelector('.thought').open = true")
     check("answered")
@@ -73,7 +73,7 @@ def test_axe_finds_nothing_in_any_view(page: Page, scripted: ScriptedServer, siz
     page.set(top_p=7)
     page.say("refused")
     page.answers(2)
-    page.errors()  # the refused request is logged as such
+    page.errors()  # clears the console, which has the refused request
     check("error")
     page.run("document.querySelector('.turn.user .edit').click()")
     check("editing")
@@ -95,7 +95,7 @@ def test_axe_finds_nothing_in_any_view(page: Page, scripted: ScriptedServer, siz
     print(f"{size} {theme}: no violation in {', '.join(looked)}")
 
 
-def test_the_keyboard_does_everything(page: Page, scripted: ScriptedServer) -> None:
+def test_everything_works_with_the_keyboard_alone(page: Page, scripted: ScriptedServer) -> None:
     from selenium.webdriver.common.keys import Keys
 
     page.open(scripted.url)
@@ -128,13 +128,13 @@ def test_the_keyboard_does_everything(page: Page, scripted: ScriptedServer) -> N
     page.run("document.activeElement.blur()")
     page.keys("/")
     assert page.focused() == "prompt"
-    page.keys("?/")  # in the box they are letters
+    page.keys("?/")  # in the text box they are characters, not shortcuts
     assert page.run("return document.getElementById('prompt').value").endswith("?/")
 
     page.click("#list .open")
     page.run("document.querySelector('.skip').focus()")
     page.keys(Keys.TAB)
-    page.keys(Keys.SHIFT, Keys.TAB)  # back, by key: only then is the focus to be seen
+    page.keys(Keys.SHIFT, Keys.TAB)  # browsers show the focus only after a key was used
     order: list[str] = []
     for _ in range(60):
         if order:
@@ -173,7 +173,7 @@ def test_drawers_on_a_phone(page: Page, scripted: ScriptedServer) -> None:
         assert not page.one(f"#{name}").is_displayed()
         assert page.focused() == f"show-{name}"
     page.click("#show-panel")
-    page.click("#show-conversations")  # one at a time
+    page.click("#show-conversations")  # only one drawer is open at a time
     assert not page.one("#panel").is_displayed()
     scripted.text = "short"
     page.click("#new")
@@ -181,7 +181,7 @@ def test_drawers_on_a_phone(page: Page, scripted: ScriptedServer) -> None:
     page.say("a question")
     page.answers(1)
     page.click("#show-panel")
-    page.click("#compare")  # closes the drawer, so that one sees the race
+    page.click("#compare")  # closes the drawer, so that the race is visible
     page.wait(lambda: page.all(".verdict"))
     assert not page.one("#panel").is_displayed()
     assert page.run("return document.getElementById('prompt').getBoundingClientRect().bottom") <= 844
@@ -203,12 +203,12 @@ def test_the_theme_follows_the_system_until_it_is_chosen(page: Page, scripted: S
     assert page.one("#theme").get_attribute("aria-pressed") == "true"
 
 
-def test_less_motion_where_it_is_asked_for(page: Page, scripted: ScriptedServer) -> None:
+def test_reduced_motion_stops_animations_and_the_replay(page: Page, scripted: ScriptedServer) -> None:
     moving = """
     const moves = style => style.animationName !== "none" || parseFloat(style.transitionDuration) > 0;
     return [...document.querySelectorAll("*")].filter(one =>
         [null, "::before", "::after"].some(part => moves(getComputedStyle(one, part)))).length"""
-    scripted.text, scripted.holds_at = "word " * 20, 40
+    scripted.text, scripted.pause_at = "word " * 20, 40
     for preference, expected in (("no-preference", True), ("reduce", False)):
         page.media(prefers_reduced_motion=preference)
         page.open(scripted.url)
@@ -218,7 +218,7 @@ def test_less_motion_where_it_is_asked_for(page: Page, scripted: ScriptedServer)
         assert bool(page.run(moving)) is expected
         page.click("#stop")
         page.answers(1)
-    scripted.holds_at = None
+    scripted.pause_at = None
     page.run("""
     window.clocks = new Set();
     new MutationObserver(() => document.querySelectorAll(".clock").forEach(clock => clocks.add(clock.textContent)))
@@ -227,10 +227,10 @@ def test_less_motion_where_it_is_asked_for(page: Page, scripted: ScriptedServer)
     page.wait(lambda: page.all(".verdict"))
     clocks = page.run("return [...clocks]")
     assert "measuring" in clocks
-    assert "replay" not in clocks  # nothing is played again
+    assert "replay" not in clocks
 
 
-def test_settings_are_kept_and_can_be_put_back(page: Page, scripted: ScriptedServer) -> None:
+def test_settings_are_stored_and_can_be_reset(page: Page, scripted: ScriptedServer) -> None:
     page.open(scripted.url)
     page.click("#tab-settings")
     for name, value in {"system": "Be brief.", "max_tokens": "99", "seed": "5"}.items():
@@ -256,7 +256,7 @@ def test_code_can_be_copied(page: Page, scripted: ScriptedServer) -> None:
     page.answers(1)
     for name, expected in {"fontFamily": "monospace", "fontVariantLigatures": "none", "whiteSpace": "pre"}.items():
         style = page.run("return getComputedStyle(document.querySelector('.code code'))[arguments[0]]", name)
-        assert expected in style, name  # a code face, and no ligature: -> stays two characters
+        assert expected in style, name  # a monospace font without ligatures: -> stays two characters
     read = (
         "const done = arguments[arguments.length - 1]; navigator.clipboard.readText().then(done, error => done(String(error)))"
     )

@@ -1,4 +1,4 @@
-"""Conversations on the page: kept, renamed, deleted, edited, regenerated, stopped; and what the model is sent."""
+"""Conversations on the page: storing, renaming, deleting, editing, regenerating, stopping; and the messages that are sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sent(scripted: ScriptedServer) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in scripted.bodies[-1]["messages"]]
 
 
-def test_conversations_are_kept_renamed_and_deleted(page: Page, scripted: ScriptedServer) -> None:
+def test_conversations_are_stored_renamed_and_deleted(page: Page, scripted: ScriptedServer) -> None:
     from selenium.webdriver.common.keys import Keys
 
     page.open(scripted.url)
@@ -39,7 +39,7 @@ def test_conversations_are_kept_renamed_and_deleted(page: Page, scripted: Script
     page.open(scripted.url)
     assert page.text(".turn.user .text") == "second question"
     assert page.all(".assistant strong")
-    assert page.all(".assistant mark"), "the tint is not kept"
+    assert page.all(".assistant mark"), "the tint is not stored"
     assert "tokens/s" in page.text(".assistant .note")
     page.click("#list li:nth-child(2) .open")
     page.wait(lambda: page.text(".turn.user .text").startswith("first"))
@@ -67,7 +67,7 @@ def test_conversations_are_kept_renamed_and_deleted(page: Page, scripted: Script
     assert len(sent(scripted)) == 3
 
 
-def test_the_storage_is_bounded_and_survives_rubbish(page: Page, scripted: ScriptedServer) -> None:
+def test_storage_is_bounded_and_invalid_entries_are_ignored(page: Page, scripted: ScriptedServer) -> None:
     page.open(scripted.url)
     scripted.text = "ok"
     fill = """
@@ -130,7 +130,7 @@ def test_edit_regenerate_and_stop(page: Page, scripted: ScriptedServer) -> None:
     page.click(".turn.user .edit")
     page.one(".edit-box").send_keys(" no" + Keys.ESCAPE)
     assert [one.text for one in page.all(".turn.user .text")] == ["question one", "question two"]
-    page.one("#prompt").send_keys(Keys.ARROW_UP)  # the last question, from the empty box
+    page.one("#prompt").send_keys(Keys.ARROW_UP)  # in the empty box: edits the last question
     page.one(".edit-box").send_keys(", edited" + Keys.ENTER)
     page.answers(2)
     assert sent(scripted)[-1] == ("user", "question two, edited")
@@ -139,7 +139,7 @@ def test_edit_regenerate_and_stop(page: Page, scripted: ScriptedServer) -> None:
     page.wait(lambda: len(page.answers(1)) == 1)
     assert sent(scripted) == [("user", "question one, edited")]
 
-    scripted.text, scripted.holds_at = "word " * 100, 200
+    scripted.text, scripted.pause_at = "word " * 100, 200
     page.say("a long one")
     page.wait(lambda: page.streamed() > 150)
     assert page.one("#stop").is_displayed()
@@ -147,20 +147,20 @@ def test_edit_regenerate_and_stop(page: Page, scripted: ScriptedServer) -> None:
     page.click("#stop")
     stopped = page.answers(2)[1]
     assert stopped.find_element("css selector", ".note").text == "stopped"
-    page.wait(lambda: scripted.num_cut == 1)  # the server was told
+    page.wait(lambda: scripted.num_aborted == 1)  # the server saw the disconnect
     kept = json.loads(page.run("return Object.entries(localStorage).find(one => one[0].startsWith('fledge.conv'))[1]"))
     assert len(kept["messages"][-1]["content"]) > 150
 
     page.say("and another")
     page.wait(lambda: page.streamed() > 150)
-    page.click("#new")  # stops what streams, and keeps it in its conversation
-    page.wait(lambda: scripted.num_cut == 2)
+    page.click("#new")  # stops the stream; its text stays in its conversation
+    page.wait(lambda: scripted.num_aborted == 2)
     assert not page.all(".turn")
     page.click("#list li:nth-child(1) .open")
     page.wait(lambda: len(page.answers(3)) == 3)
 
 
-def test_a_race_tells_same_from_different(page: Page, scripted: ScriptedServer) -> None:
+def test_a_race_reports_whether_the_answers_are_identical(page: Page, scripted: ScriptedServer) -> None:
     page.open(scripted.url)
     scripted.text, scripted.delay = "The same words each time, whatever drafts them.", 0.1
     page.say("race")
@@ -168,7 +168,7 @@ def test_a_race_tells_same_from_different(page: Page, scripted: ScriptedServer) 
     page.click(".is-last .race-here")
     page.wait(lambda: page.text(".lane.off .clock") == "measuring")
     page.wait(lambda: page.text(".lane.on .clock") == "measuring")
-    assert page.text(".lane.off .clock") == ""  # one after the other
+    assert page.text(".lane.off .clock") == ""  # the lanes run one after the other
     page.wait(lambda: [page.text(f".lane.{side} .clock") for side in ("off", "on")] == ["replay", "replay"])
     page.wait(lambda: page.all(".verdict.same"))
     assert "character for character" in page.text(".verdict")
@@ -188,24 +188,24 @@ def test_a_race_tells_same_from_different(page: Page, scripted: ScriptedServer) 
     page.wait(lambda: len(page.all(".verdict")) == 3)
     assert "because they were sampled" in page.all(".verdict")[2].text
 
-    scripted.text, scripted.plain_text, scripted.holds_at = "word " * 50, None, 20
+    scripted.text, scripted.plain_text, scripted.pause_at = "word " * 50, None, 20
     page.wait(lambda: not page.all("body.is-busy"))
     page.click("#compare")
     page.wait(lambda: page.all(".race:last-child .lane.off p"))
     page.click("#stop")
     page.wait(lambda: page.text(".race:last-child > .note") == "stopped")
 
-    scripted.holds_at, scripted.text = None, "word " * 14
+    scripted.pause_at, scripted.text = None, "word " * 14
     page.wait(lambda: not page.all("body.is-busy"))
     page.click("#compare")
     page.wait(lambda: page.text(".race:last-child .lane.on .clock") == "replay")
-    page.click("#stop")  # ends the replay: both are measured
+    page.click("#stop")  # ends only the replay: both lanes are already measured
     page.wait(lambda: page.all(".race:last-child .verdict.same"))
     lanes = page.run("return [...document.querySelectorAll('.race:last-child .lane .markdown')].map(one => one.textContent)")
     assert lanes == [scripted.text.strip()] * 2
 
 
-def test_without_a_drafter_there_is_nothing_to_race(page: Page, scripted: ScriptedServer) -> None:
+def test_without_a_drafter_the_race_is_disabled(page: Page, scripted: ScriptedServer) -> None:
     scripted.drafter, scripted.text = None, "plain"
     page.open(scripted.url)
     assert not page.one("#speculate").is_enabled()
@@ -216,19 +216,19 @@ def test_without_a_drafter_there_is_nothing_to_race(page: Page, scripted: Script
     assert not page.one("#compare").is_enabled()
 
 
-def test_learning_is_drawn_with_its_swaps(page: Page, scripted: ScriptedServer) -> None:
+def test_the_learning_curve_shows_swaps(page: Page, scripted: ScriptedServer) -> None:
     labels = '{engine="0",model_name="m"}'
     figures = {"fledge:learn_generation": 1, "fledge:learn_steps_total": 16, "fledge:learn_samples": 9}
     page.open(scripted.url)
-    assert not page.one("#learning").is_displayed()  # no metrics of learning: the server does not learn
+    assert not page.one("#learning").is_displayed()  # no learning metrics: the server runs without --learn
     assert "/learning" not in scripted.paths
     scripted.metrics = "".join(f"{name}{labels} {value}.0\n" for name, value in figures.items())
-    scripted.learning = {"points": [[32, 2.0], [64, 3.0]], "swaps": [40]}  # from before the page was opened
+    scripted.learning = {"points": [[32, 2.0], [64, 3.0]], "swaps": [40]}  # recorded before the page was opened
     page.open(scripted.url)
     page.wait(lambda: "now 3.00" in page.one("#curve").get_attribute("aria-label"))
     assert len(page.all("#curve .swap")) == 1
     scripted.learning = {"points": [[32, 2.0], [64, 3.0], [70, 4.0]], "swaps": [40, 71]}
     page.wait(lambda: "now 4.00" in page.one("#curve").get_attribute("aria-label"))
     assert "swapped in 2 times" in page.one("#curve").get_attribute("aria-label")
-    assert len(page.all("#curve .swap")) == 1  # the other one comes with the next point
+    assert len(page.all("#curve .swap")) == 1  # the swap at 71 is drawn with the next point
     assert page.text("#learnt") == "generation 1, 16 training steps, 9 texts kept"

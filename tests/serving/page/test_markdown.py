@@ -1,4 +1,4 @@
-"""Markdown on the page: what is drawn, what stays text, and hostile text in every place where a model's text goes."""
+"""Markdown on the page: what is rendered, what stays text, and hostile text wherever the page shows a model's output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.serving.page.scripted import ScriptedServer
 
 pytestmark = pytest.mark.browser
 
-# Draws a text in the page without a server, in pieces of `step` characters if it is given, and gives the element's HTML.
+# Renders `text` in the page without a server, in pieces of `step` characters, and returns the element's HTML and the time.
 DRAW = """
 const [text, step, isFinished] = arguments, done = arguments[arguments.length - 1];
 import("/page/answer_text.js").then(({ AnswerText }) => {
@@ -39,7 +39,7 @@ def drawn(page: Page, scripted: ScriptedServer) -> Page:
     return page
 
 
-# What each becomes; <p> stands for <p dir="auto">, as <h3 …> does.
+# Markdown and its HTML, without the dir="auto" that paragraphs and headings have.
 PLAIN = {
     "one\ntwo\n\nthree": "<p>one<br>two</p><p>three</p>",
     "a **b *c* d** __e__ _f_ ~~g~~": "<p>a <strong>b <em>c</em> d</strong> <strong>e</strong> <em>f</em> <del>g</del></p>",
@@ -58,13 +58,13 @@ PLAIN = {
 }
 
 
-def test_what_markdown_becomes(drawn: Page) -> None:
+def test_markdown_is_rendered_as_html(drawn: Page) -> None:
     for source, expected in PLAIN.items():
         assert draw(drawn, source).replace(' dir="auto"', "") == expected, source
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_a_stream_ends_with_what_the_whole_text_gives(drawn: Page, step: int) -> None:
+def test_a_streamed_text_renders_like_the_whole_text(drawn: Page, step: int) -> None:
     table = "| a | b |\n|--:|---|\n| 1 | `x|y` \\| z |\n"
     whole = "\n\n".join(
         [*PLAIN, "```python\nx = 1\n```", table, "- [x] done\n- [ ] open", "    indented\n    code", "[a](http://b.c)"]
@@ -85,12 +85,12 @@ def test_code_and_tables(drawn: Page) -> None:
     assert 'aria-label="open">☐ </span>b' in tasks
 
 
-def test_half_a_construct_is_drawn_while_it_streams(drawn: Page) -> None:
+def test_incomplete_constructs_are_rendered_while_streaming(drawn: Page) -> None:
     assert "<strong>bold</strong>" in draw(drawn, "some **bold", finished=False)
     assert "<code>co</code>" in draw(drawn, "some `co", finished=False)
     assert draw(drawn, "see [the site](https://exa", finished=False) == '<p dir="auto">see the site</p>'
     assert "<pre" in draw(drawn, "```py\nx = ", finished=False)
-    assert draw(drawn, "some **bold") == '<p dir="auto">some **bold</p>'  # at the end it is what was written
+    assert draw(drawn, "some **bold") == '<p dir="auto">some **bold</p>'  # once finished, an unclosed construct is plain text
 
 
 LINKS = {
@@ -118,7 +118,7 @@ NO_LINKS = [
 ]
 
 
-def test_links_lead_only_where_they_may(drawn: Page) -> None:
+def test_only_links_with_allowed_schemes_are_rendered(drawn: Page) -> None:
     drawn.run("window.place = document.createElement('div'); document.body.append(place)")
     read = """
     const done = arguments[arguments.length - 1];
@@ -158,7 +158,7 @@ HOSTILE = [
 
 
 def test_hostile_answers_stay_text(page: Page, scripted: ScriptedServer) -> None:
-    """In the answer, the race, the title of the conversation, and after a reload, from storage."""
+    """Checked in the answer, in the race, in the conversation's title, and again after a reload from storage."""
     page.open(scripted.url)
     before = page.run("return document.querySelectorAll('script, style, link, iframe, form, base, meta, h1').length")
     scripted.piece = 11
@@ -183,7 +183,7 @@ def test_hostile_answers_stay_text(page: Page, scripted: ScriptedServer) -> None
             page.open(scripted.url)
             assert len(page.all("#list li")) == len(HOSTILE) + 1
             page.click("#list li:nth-child(4) .open")
-        time.sleep(0.3)  # for what an attack would have loaded
+        time.sleep(0.3)  # time for an attack to load something
         assert page.run("return window.owned") is None
         assert (
             page.run("return document.querySelectorAll('script, style, link, iframe, form, base, meta, h1').length") == before
@@ -194,8 +194,8 @@ def test_hostile_answers_stay_text(page: Page, scripted: ScriptedServer) -> None
     assert not [path for path in scripted.paths if path == "/x"]  # no src=x was fetched
 
 
-def test_the_policy_stops_what_the_page_does_not_do(drawn: Page) -> None:
-    """Were text ever taken for markup, nothing in it would run or load."""
+def test_the_content_security_policy_blocks_markup_and_other_hosts(drawn: Page) -> None:
+    """A second line of defence: if the page ever parsed text as markup, nothing in it would run or load."""
     with pytest.raises(Exception, match="TrustedHTML"):
         drawn.run("document.body.innerHTML = '<b>x</b>'")
     drawn.run("const s = document.createElement('img'); s.src = 'https://evil.example/x.png'; document.body.append(s)")
@@ -227,15 +227,15 @@ SLOW_TEXTS += ["# " + " " * 30_000 + "x", "```" + " " * 30_000 + "`", "|a" * 500
 SLOW_TEXTS += ["".join(" " * depth + "- a\n" for depth in range(0, 200, 2)), "```python\n" + "'\"`" * 10_000]
 
 
-def test_text_made_to_be_slow_is_drawn_in_time(drawn: Page) -> None:
-    """30,000 characters in less than 3 s on a shared core: most take a tenth of a second; quadratic work would take minutes."""
+def test_hostile_long_texts_are_rendered_in_time(drawn: Page) -> None:
+    """30,000 characters in less than 3 s on a shared core. Most take 0.1 s; quadratic work would take minutes."""
     for text in SLOW_TEXTS:
         seconds = drawn.driver.execute_async_script(DRAW, text, len(text), True)[1] / 1000
         print(f"{text[:8]!r}: {seconds:.2f} s")
         assert seconds < 3, text[:8]
 
 
-def test_thoughts_are_folded(page: Page, scripted: ScriptedServer) -> None:
+def test_thoughts_are_collapsed_and_not_sent_back(page: Page, scripted: ScriptedServer) -> None:
     page.open(scripted.url)
     scripted.text = "<think>Let me **see**.\n\nYes.</think>\n\nThe answer."
     page.say("why?")

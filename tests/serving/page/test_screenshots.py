@@ -1,4 +1,4 @@
-"""Pictures of the page for the documents: docs/images/page-{1280,390}-{light,dark}.png, of a real conversation with SmolLM2."""
+"""Screenshots of a real conversation with SmolLM2, for the documents: docs/images/page-{1280,390}-{light,dark}.png."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def url(smollm2_folder: Path) -> Iterator[str]:
 
 
 def save(page: Page, name: str) -> None:
-    """With a palette of 256 colours: a third of the bytes, and no difference to be seen."""
+    """Saves a screenshot with a palette of 256 colours: a third of the bytes, and no visible difference."""
     from PIL import Image
 
     picture = Image.open(io.BytesIO(page.driver.get_screenshot_as_png())).convert("RGB")
@@ -50,7 +50,7 @@ def test_pictures_of_a_real_conversation(page: Page, url: str) -> None:
         page.answers(1)
     assert page.all(".assistant .code .keyword"), "the answer has no code"
     assert page.all(".assistant mark")
-    page.click("#compare")  # for the figures of both
+    page.click("#compare")  # so that the figures with and without speculation are shown
     page.wait(lambda: page.all(".verdict"))
     assert page.text(".verdict").startswith("Identical")
     for width, height in SIZES.items():

@@ -1,4 +1,4 @@
-"""The page on a real server with a tiny model: answers, figures, the race, stopping, errors."""
+"""The page on a real server with a tiny model: answers, figures, the race, stopping and errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.serving.processes import ServerProcess
 
 pytestmark = pytest.mark.browser
 
-ESCAPE_AT_THE_FIRST_WORDS = """
+ESCAPE_AT_FIRST_TEXT = """
 const watch = new MutationObserver(() => {
     const answers = document.querySelectorAll(".turn.assistant");
     if (answers.length < 2 || !answers[1].querySelector(".markdown > *")) return;
@@ -24,7 +24,7 @@ watch.observe(document.body, {subtree: true, childList: true});
 
 @pytest.fixture
 def url(request: pytest.FixtureRequest) -> str:
-    """A server that runs already (FLEDGE_PAGE_URL), or the tiny one."""
+    """The URL of a running server (FLEDGE_PAGE_URL), or of the tiny one."""
     running = os.environ.get("FLEDGE_PAGE_URL")
     if running:
         return running
@@ -32,7 +32,7 @@ def url(request: pytest.FixtureRequest) -> str:
     return server.url
 
 
-def test_an_answer_is_tinted_and_measured_and_raced(page: Page, url: str) -> None:
+def test_an_answer_is_tinted_measured_and_compared(page: Page, url: str) -> None:
     page.open(url)
     page.set(max_tokens=120)
     page.say("the cat sat on the mat and the cat sat on the mat")
@@ -57,14 +57,14 @@ def test_an_answer_is_tinted_and_measured_and_raced(page: Page, url: str) -> Non
     assert lanes[0] == lanes[1] != ""
     assert "tok/s" in page.text("#speed-off")
     assert "×" in page.text("#gain")
-    assert not page.all(".lane.off mark"), "plain text is tinted"
+    assert not page.all(".lane.off mark"), "text without speculation is tinted"
     assert page.all(".lane.on mark")
 
     page.run("document.getElementById('tint').click()")
     assert page.run(tint, page.one(".lane.on mark")) == "rgba(0, 0, 0, 0)"
 
 
-def test_the_switch_escape_and_errors(page: Page, url: str) -> None:
+def test_speculation_switch_escape_key_and_errors(page: Page, url: str) -> None:
     from selenium.webdriver.common.keys import Keys
 
     page.open(url)
@@ -76,7 +76,7 @@ def test_the_switch_escape_and_errors(page: Page, url: str) -> None:
     assert "tok/s" in page.text("#speed-off")
     assert page.text("#speed-on") == "–"
     page.set(max_tokens=400)
-    page.run(ESCAPE_AT_THE_FIRST_WORDS)  # a key from here would come too late
+    page.run(ESCAPE_AT_FIRST_TEXT)  # a key sent by the test would come too late
     page.say("go on")
     assert page.answers(2)[1].find_element("css selector", ".note").text == "stopped"
     page.set(top_p=7, max_tokens=12)
