@@ -1,4 +1,4 @@
-"""A tiny random model in a folder, with a tokenizer and a chat template: what a server process can load in a second."""
+"""Writes a tiny random model with a tokenizer and a chat template, which a server process loads in a second."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def make_model(folder: Path, seed: int = 0, max_positions: int = 512) -> Path:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # Far larger than a trained model's, so that the gap between the two best tokens is comfortable; but little
-            # attention, so that a token mostly decides the next one and greedy text soon repeats: drafts are accepted.
+            # Weights far larger than a trained model's make a wide gap between the two best tokens. Little attention makes
+            # each token depend mostly on the last one, so that greedy text soon repeats and drafts are accepted.
             scale = 1.0 if "embed" in name else 0.1 if "norm" in name else 0.05 if "o_proj" in name else 0.4
             mean = 1.0 if "norm" in name else 0.0
             parameter.copy_(mean + scale * torch.randn(parameter.shape, generator=generator))

@@ -1,4 +1,4 @@
-"""What an audit found, each finding as the request that showed it."""
+"""Regression tests for the findings of an audit: each sends the request that revealed one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.serving.thread_server import ThreadServer
 SHORT = {"messages": HELLO, "max_tokens": 4}
 
 
-def test_stop_tokens_outside_the_vocabulary_harm_nobody(in_process) -> None:
+def test_invalid_stop_tokens_do_not_affect_other_requests(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         vocab = service.engine.host.loop.engine.model.vocab_size
         innocent = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 200, "ignore_eos": True}))
@@ -40,8 +40,8 @@ def test_stop_tokens_outside_the_vocabulary_harm_nobody(in_process) -> None:
     run(in_process, test)
 
 
-def test_a_fault_of_one_request_ends_that_request(in_process) -> None:
-    """Here a logits processor raises; its neighbours' tokens are those they would have had."""
+def test_an_error_in_one_request_ends_only_that_request(in_process) -> None:
+    """A logits processor raises. Requests in the same batch get the same tokens as alone."""
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         body = {"messages": HELLO, "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -58,7 +58,7 @@ def test_a_fault_of_one_request_ends_that_request(in_process) -> None:
             return add(prompt, params.for_answer(None, [broken]) if prompt == [5, 6, 7] else params, **more)
 
         loop.engine.add_request = add_broken
-        for _ in range(5):  # more than an engine survives if they were its own
+        for _ in range(5):  # more failures than the engine survives if they were in its own step
             generation = await service.engine.submit([Work([5, 6, 7], SamplingParams(max_tokens=8, temperature=0))])
             with pytest.raises(Exception, match="failed to answer"):
                 await generation.consume(lambda _: None)
@@ -81,17 +81,17 @@ def test_an_exception_outside_a_step_ends_the_server(tiny_folder: Path) -> None:
         server.thread.join(20)
         assert not server.thread.is_alive()
         assert engine.state in ("failing", "stopped")
-        assert engine.failure is not None  # `run` raises it: the process ends with a code
+        assert engine.failure is not None  # `run` raises it, so the process ends with a nonzero exit code
 
 
 HUGE = [
     ("floats for tokens", TEXT, b'{"prompt": [' + b"1.5," * 800_000 + b"1.5]}"),
     ("numbers for messages", CHAT, b'{"messages": [' + b"0," * 1_300_000 + b"0]}"),
     ("numbers for stop strings", CHAT, b'{"messages": [{"role": "user"}], "stop": [' + b"0," * 1_300_000 + b"0]}"),
-    ("messages without end", CHAT, b'{"messages": [' + b'{"role":"user"},' * 200_000 + b'{"role": "user"}]}'),
-    ("biases without end", CHAT, json.dumps(SHORT | {"logit_bias": {str(n): 1 for n in range(49_152)}}).encode()),
+    ("many messages", CHAT, b'{"messages": [' + b'{"role":"user"},' * 200_000 + b'{"role": "user"}]}'),
+    ("many biases", CHAT, json.dumps(SHORT | {"logit_bias": {str(n): 1 for n in range(49_152)}}).encode()),
     ("a list of lists", TEXT, b'{"prompt": [' + b"[1]," * 600_000 + b"[1]]}"),
-    ("token ids without end", TEXT, b'{"prompt": [' + b"1," * 1_500_000 + b"1]}"),
+    ("many token ids", TEXT, b'{"prompt": [' + b"1," * 1_500_000 + b"1]}"),
 ]
 
 
@@ -107,14 +107,16 @@ def test_huge_lists_are_refused_at_once(in_process, path: str, body: bytes) -> N
     run(in_process, test)
 
 
-def test_nothing_is_made_for_answers_that_have_no_place(in_process, monkeypatch) -> None:
+def test_no_parameters_are_built_for_requests_that_are_refused(in_process, monkeypatch) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         made = []
         monkeypatch.setattr(service, "sampling_params", lambda *_: made.append(1))
         stops = [str(number) for number in range(60)]
         body = {"prompt": ["a"] * 128, "n": 128, "max_tokens": 1, "stop": stops}
         assert (await client.post(TEXT, json=body)).status_code == 400
-        service.engine.num_in_flight = service.engine.capacity + service.engine.max_queue  # the reserve is taken, too
+        service.engine.num_in_flight = (
+            service.engine.capacity + service.engine.max_queue
+        )  # the reserve for callers with few answers is full, too
         assert (await client.post(TEXT, json=body | {"n": 1, "prompt": "a"})).status_code == 503
         service.engine.num_in_flight = 0
         assert not made
@@ -123,7 +125,7 @@ def test_nothing_is_made_for_answers_that_have_no_place(in_process, monkeypatch)
 
 
 def test_answers_share_their_parameters(in_process, monkeypatch) -> None:
-    """32 prompts of 4 answers with a bias: the bias is read and checked once, not 128 times."""
+    """The logit bias of a request for 32 prompts with 4 answers each is parsed and checked once, not 128 times."""
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         checked = []
@@ -131,7 +133,7 @@ def test_answers_share_their_parameters(in_process, monkeypatch) -> None:
         monkeypatch.setattr(SamplingParams, "__post_init__", lambda self: (checked.append(1), check(self)))
         body = {"prompt": ["a"] * 32, "n": 4, "max_tokens": 1, "logit_bias": {str(n): 1 for n in range(300)}}
         assert (await client.post(TEXT, json=body)).status_code == 200
-        assert len(checked) == 2  # by the HTTP process, and by the engine that it is sent to
+        assert len(checked) == 2  # once in the HTTP process and once in the engine
 
     run(in_process, test)
 
@@ -157,7 +159,7 @@ MISTAKES += [
 ]
 
 
-def test_what_was_a_500_is_a_400(in_process, caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_that_once_raised_are_refused_with_400(in_process, caplog: pytest.LogCaptureFixture) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         for body, word in MISTAKES:
             told = await ask(client, status=400, **(SHORT | body))
@@ -182,7 +184,7 @@ def test_param_is_a_field_of_the_request(in_process) -> None:
     run(in_process, test)
 
 
-def test_long_prompts_are_judged_before_they_are_tokenised(in_process) -> None:
+def test_too_long_prompts_are_refused_before_they_are_tokenised(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         taken = []
         tokenizer = service.long_tokenizer
@@ -199,7 +201,7 @@ def test_long_prompts_are_judged_before_they_are_tokenised(in_process) -> None:
     run(in_process, test)
 
 
-def test_long_texts_hold_up_no_short_ones(in_process) -> None:
+def test_tokenising_long_texts_does_not_block_short_ones(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         may_go_on = threading.Event()
         service._tokenizing_long._thread.submit(may_go_on.wait, 60)
@@ -213,7 +215,7 @@ def test_long_texts_hold_up_no_short_ones(in_process) -> None:
     run(in_process, test)
 
 
-def test_callers_take_turns() -> None:
+def test_the_queue_serves_callers_in_turn() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(100):
         queue.push("greedy", f"g{number}")
@@ -231,7 +233,9 @@ def test_one_callers_many_prompts_do_not_starve_another(in_process) -> None:
         body = {"prompt": ["the cat"] * 100, "max_tokens": 20, "ignore_eos": True, "temperature": 0}
         first = {"Authorization": "Bearer first"}
         step = service.engine.host.loop.engine.step
-        service.engine.host.loop.engine.step = lambda: (time.sleep(0.01), step())[1]  # 100 answers take a while on any machine
+        service.engine.host.loop.engine.step = lambda: (time.sleep(0.01), step())[
+            1
+        ]  # slow enough that 100 answers are still running on any machine
         greedy = asyncio.create_task(client.post(TEXT, json=body, headers=first))
         while service.engine.num_in_flight < 100:
             await asyncio.sleep(0.001)
@@ -243,7 +247,7 @@ def test_one_callers_many_prompts_do_not_starve_another(in_process) -> None:
     run(in_process, test, "--api-key", "first", "second")
 
 
-def test_an_answer_has_a_deadline(in_process) -> None:
+def test_an_answer_that_takes_too_long_times_out(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         step = service.engine.host.loop.engine.step
         service.engine.host.loop.engine.step = lambda: (time.sleep(0.02), step())[1]
@@ -253,7 +257,7 @@ def test_an_answer_has_a_deadline(in_process) -> None:
     run(in_process, test, "--request-timeout", "0.2")
 
 
-def test_the_page_and_its_doors(in_process) -> None:
+def test_security_headers_and_health_endpoints(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         assert "frame-ancestors 'none'" in (await client.get("/")).headers["Content-Security-Policy"]
         for path in ("/health", "/ready"):
@@ -266,15 +270,15 @@ def test_the_page_and_its_doors(in_process) -> None:
         assert (await client.get("/health")).status_code == 200
         assert "fledge:event_loop_lag_seconds_count" in (await client.get("/metrics")).text
 
-    async def asked_for(client: httpx.AsyncClient, _: Service) -> None:
+    async def with_allowed_origin(client: httpx.AsyncClient, _: Service) -> None:
         cross = await client.get("/v1/models", headers={"Origin": "http://elsewhere"})
         assert cross.headers["access-control-allow-origin"] == "http://elsewhere"
 
     run(in_process, test)
-    run(in_process, asked_for, "--allowed-origins", '["http://elsewhere"]')
+    run(in_process, with_allowed_origin, "--allowed-origins", '["http://elsewhere"]')
 
 
-def test_silent_and_slow_connections_are_let_go(tiny_folder: Path) -> None:
+def test_silent_and_slow_connections_are_closed(tiny_folder: Path) -> None:
     timeouts = ["--header-timeout", "0.3", "--body-timeout", "0.4", "--idle-timeout", "1"]
     with ThreadServer([str(tiny_folder), *TINY_FLAGS, *timeouts]) as server:
 
@@ -288,9 +292,11 @@ def test_silent_and_slow_connections_are_let_go(tiny_folder: Path) -> None:
                     answer += part
                 return answer, time.monotonic() - began
 
-        assert closed_after()[1] < 20  # nothing at all
-        assert closed_after(b"POST /v1/completions HT")[1] < 20  # half a head
-        assert closed_after(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /he")[1] < 20  # half of a second one
+        assert closed_after()[1] < 20  # nothing sent
+        assert closed_after(b"POST /v1/completions HT")[1] < 20  # half of the request's head
+        assert (
+            closed_after(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /he")[1] < 20
+        )  # one request and half of the next one's head
         idle = closed_after(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert b"200 OK" in idle[0]
         body = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
@@ -300,7 +306,7 @@ def test_silent_and_slow_connections_are_let_go(tiny_folder: Path) -> None:
         assert not server.log.tracebacks
 
 
-def test_more_connections_than_there_is_room_for_are_turned_away(tiny_folder: Path) -> None:
+def test_connections_above_the_limit_are_refused(tiny_folder: Path) -> None:
     with ThreadServer([str(tiny_folder), *TINY_FLAGS, "--max-connections", "8"]) as server:
         crowd = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(20)]
         crowd[-1].settimeout(20)
@@ -325,17 +331,17 @@ SLOW = [
 AMBIGUOUS = 'root ::= a+\na ::= b+\nb ::= c+\nc ::= d+\nd ::= e+\ne ::= "x" | "xx" | [a-z ]+\n'
 
 
-def test_a_grammar_that_never_compiles_holds_up_nobody(tiny_folder: Path) -> None:
-    limits = ["--max-grammar-seconds", "4"]  # of a busy machine: a good one needs some, too
+def test_a_grammar_that_never_compiles_does_not_block_others(tiny_folder: Path) -> None:
+    limits = ["--max-grammar-seconds", "4"]  # enough for a valid grammar on a busy machine
     with ThreadServer([str(tiny_folder), *TINY_FLAGS, *limits]) as server, server.client() as client:
         good = SHORT | {"structured_outputs": {"choice": ["yes", "no"]}, "temperature": 0, "max_tokens": 20}
         assert client.post(CHAT, json=good).json()["choices"][0]["message"]["content"] in ("yes", "no")
         began = time.monotonic()
-        for _ in range(2):  # the second time it is known
+        for _ in range(2):  # the second time, the failure is cached
             response = client.post(CHAT, json=SHORT | {"structured_outputs": SLOW[0]})
             assert response.status_code == 400, response.text
             assert "compile" in response.text
-        # With a vocabulary this small it may be quick enough.
+        # With so small a vocabulary it may compile in time.
         assert client.post(CHAT, json=SHORT | {"structured_outputs": SLOW[1]}).status_code in (200, 400)
         assert time.monotonic() - began < 60
         assert client.post(CHAT, json=good | {"structured_outputs": {"choice": ["cat", "dog"]}}).status_code == 200
@@ -359,9 +365,8 @@ def test_grammars_that_compile_slowly_do_not_block_others(tiny_folder: Path) -> 
             assert fast.result().status_code == 200
             assert not slow.done()
             loop = server.service.engine.event_loop
-            loop.call_soon_threadsafe(
-                server.service.engine.cancel_waiting
-            )  # what the end of the server does: nobody waits for the slow one
+            # As at shutdown: the request that waits for the slow grammar is cancelled.
+            loop.call_soon_threadsafe(server.service.engine.cancel_waiting)
             assert slow.result(20).status_code == 503
 
 
@@ -377,7 +382,7 @@ def test_sigterm_ends_the_process_while_a_grammar_compiles(tiny_folder: Path) ->
         assert "Traceback" not in server.output()
 
 
-def test_an_ambiguous_grammar_ends_its_own_request(in_process) -> None:
+def test_an_ambiguous_grammar_ends_only_its_own_request(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         body = {
             "messages": HELLO,
@@ -387,7 +392,7 @@ def test_an_ambiguous_grammar_ends_its_own_request(in_process) -> None:
             "seed": 1,
         }
         innocent = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 100, "ignore_eos": True}))
-        service.engine.host.loop.grammars._get_compiler().clock.limit = 0.002  # a vocabulary of 380 is quick to mask
+        service.engine.host.loop.grammars._get_compiler().clock.limit = 0.002  # masks over 380 tokens are computed quickly
         response = await client.post(CHAT, json=body)
         assert response.status_code == 400, response.text
         assert "token masks take too long" in response.text
@@ -396,8 +401,8 @@ def test_an_ambiguous_grammar_ends_its_own_request(in_process) -> None:
     run(in_process, test)
 
 
-def test_a_token_that_a_grammar_takes_long_to_follow_holds_up_nobody(in_process) -> None:
-    """The second `arguments` in a key takes the library 3 s in one call; the steps of the others go on meanwhile."""
+def test_a_token_that_the_matcher_accepts_slowly_does_not_block_others(in_process) -> None:
+    """xgrammar needs 3 s in one call for the second `arguments` in a key; the steps of other requests continue meanwhile."""
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         loop, pauses = service.engine.host.loop, []
@@ -406,7 +411,7 @@ def test_a_token_that_a_grammar_takes_long_to_follow_holds_up_nobody(in_process)
         def timed_step() -> Any:
             wall, busy = time.monotonic(), time.process_time()
             deltas = step()
-            # What this process did not work through is the machine's.
+            # Time in which this process had no CPU is due to the machine's load.
             pauses.append(min(time.monotonic() - wall, time.process_time() - busy))
             return deltas
 
@@ -419,14 +424,14 @@ def test_a_token_that_a_grammar_takes_long_to_follow_holds_up_nobody(in_process)
         assert response.status_code == 400, response.text
         assert "token masks take too long" in response.text
         assert max(pauses) < 1.0
-        assert loop.grammars.is_busy  # nobody waits for it
+        assert loop.grammars.is_busy  # still computing in its thread
         assert (await innocent).status_code == 200
 
-    # The first one takes 0.08 s.
+    # The first `arguments` takes 0.08 s.
     run(in_process, test, "--max-grammar-seconds", "60", "--max-mask-seconds", "0.2")
 
 
-def test_a_caller_has_few_masks_that_run_on(in_process) -> None:
+def test_timed_out_masks_per_caller_are_limited(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         compiler, callers = service.engine.host.loop.grammars._get_compiler(), []
         make, threads, is_over = compiler.processor, compiler.mask_thread, threading.Event()
@@ -447,7 +452,7 @@ def test_a_caller_has_few_masks_that_run_on(in_process) -> None:
         refused = await client.post(CHAT, json=regex, headers=key)
         assert (refused.status_code, refused.headers["Retry-After"]) == (429, "60")
         plain = SHORT | {"structured_outputs": {"choice": ["yes"]}, "max_tokens": 20}
-        assert (await client.post(CHAT, json=plain, headers=key)).status_code == 200  # its masks are quick anywhere
+        assert (await client.post(CHAT, json=plain, headers=key)).status_code == 200  # its masks are always quick
         assert (await client.post(CHAT, json=regex, headers=other)).status_code == 200
         is_over.set()
         while threads.num_timed_out():
@@ -457,7 +462,7 @@ def test_a_caller_has_few_masks_that_run_on(in_process) -> None:
     run(in_process, test, *PATIENT, "--api-key", "key", "other")
 
 
-def test_what_a_grammar_says_reaches_no_log(in_process, capfd: pytest.CaptureFixture) -> None:
+def test_text_of_a_grammar_is_not_logged(in_process, capfd: pytest.CaptureFixture) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         schema = {"$ref": "#/forged\n12:00:00 ERROR forged line"}
         response = await client.post(CHAT, json=SHORT | {"structured_outputs": {"json": schema}})
@@ -469,7 +474,7 @@ def test_what_a_grammar_says_reaches_no_log(in_process, capfd: pytest.CaptureFix
     assert "forged" not in seen.err + seen.out
 
 
-def test_masks_of_a_step_have_a_limit_together() -> None:
+def test_masks_of_a_step_share_a_limit() -> None:
     pytest.importorskip("xgrammar")
     from fledge.serving.structured import MaskClock
 
@@ -477,7 +482,7 @@ def test_masks_of_a_step_have_a_limit_together() -> None:
     assert clock.is_too_much(0.06)
     clock.new_step()
     assert not any(clock.is_too_much(0.04) for _ in range(12))
-    assert clock.is_too_much(0.04)  # half a second by now
+    assert clock.is_too_much(0.04)  # 0.52 s in total
     assert not clock.is_too_much(0.001)
 
 
@@ -498,7 +503,7 @@ def test_limits_are_flags(in_process) -> None:
     run(in_process, test, *small, "--max-messages", "2", "--max-prompts", "1")
 
 
-def test_a_refusal_of_the_engine_is_told_before_a_stream_begins(in_process) -> None:
+def test_the_engines_refusal_is_a_400_and_not_a_stream(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         response = await client.post(TEXT, json={"prompt": [5, 99_999], "stream": True})
         assert response.status_code == 400
@@ -509,8 +514,8 @@ def test_a_refusal_of_the_engine_is_told_before_a_stream_begins(in_process) -> N
     run(in_process, test)
 
 
-def test_a_caller_who_does_not_read_is_let_go(in_process, caplog: pytest.LogCaptureFixture) -> None:
-    """The socket takes nothing more: the request is freed, and nothing is logged as our failure."""
+def test_a_client_that_does_not_read_is_disconnected(in_process, caplog: pytest.LogCaptureFixture) -> None:
+    """When the socket accepts no more data, the request is freed and no error is logged."""
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         app = client._transport.app
@@ -540,8 +545,8 @@ def test_a_caller_who_does_not_read_is_let_go(in_process, caplog: pytest.LogCapt
     assert not [record for record in caplog.records if record.exc_info]
 
 
-def test_the_end_of_the_server_comes_before_the_grammars_process(in_process) -> None:
-    """Closed while it is still made: nothing is compiled, and no process is left behind."""
+def test_shutdown_before_the_grammar_compiler_has_started(in_process) -> None:
+    """Closing while the compiler starts: nothing is compiled, and no process is left behind."""
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         grammars = service.engine.host.loop.grammars
@@ -558,7 +563,7 @@ def test_the_end_of_the_server_comes_before_the_grammars_process(in_process) -> 
     run(in_process, test)
 
 
-def test_a_dead_engine_is_known_before_its_requests_are_told(in_process) -> None:
+def test_a_failing_engine_is_marked_before_its_requests_fail(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         engine, states = service.engine, []
         fail = Generation.fail

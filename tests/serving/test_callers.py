@@ -1,4 +1,4 @@
-"""Who a caller is, and what one of them may take: no header and no second address makes a caller several."""
+"""How callers are told apart, and limits per caller: extra headers or addresses must not make one caller count as several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.serving.thread_server import ThreadServer
 
 
 def callers_of(server: ThreadServer, forwarded: Sequence[str]) -> list[str]:
-    """Who asks, for requests with these `X-Forwarded-For`."""
+    """Sends a request with each `X-Forwarded-For` header and returns the callers that the server identified."""
     seen, submit = [], server.service.engine.submit
 
     async def noted(works: list, options: CallOptions, *more: Any) -> object:
@@ -50,15 +50,15 @@ def callers_of(server: ThreadServer, forwarded: Sequence[str]) -> list[str]:
         (["--trusted-proxies", "10.0.0.1,10.1.0.0/16"], ["127.0.0.1", "127.0.0.1"]),
     ],
 )
-def test_a_header_names_the_caller_if_its_proxy_is_trusted(tiny_folder: Path, given: list[str], callers: list[str]) -> None:
+def test_x_forwarded_for_is_used_only_from_a_trusted_proxy(tiny_folder: Path, given: list[str], callers: list[str]) -> None:
     with ThreadServer([str(tiny_folder), *TINY_FLAGS, *given]) as server:
-        # A proxy that appends: what its own caller wrote comes first, and is not believed.
+        # Proxies append to the header: the first entry was sent by the client itself and must be ignored.
         assert callers_of(server, ["1.2.3.4, 9.9.9.9", "2001:db8:1:2:3:4:5:6"]) == callers
 
 
 @pytest.mark.parametrize("trusted", ["127.0.0.1", "127.0.0.0/8"])
-def test_a_proxy_by_ipv4_is_known_on_a_socket_for_both(tiny_folder: Path, trusted: str) -> None:
-    """There its address reads ::ffff:127.0.0.1."""
+def test_an_ipv4_proxy_is_recognised_on_a_dual_stack_socket(tiny_folder: Path, trusted: str) -> None:
+    """On such a socket its address is ::ffff:127.0.0.1."""
     try:
         server = ThreadServer([str(tiny_folder), *TINY_FLAGS, "--trusted-proxies", trusted], host="::")
     except OSError:
@@ -67,14 +67,14 @@ def test_a_proxy_by_ipv4_is_known_on_a_socket_for_both(tiny_folder: Path, truste
         assert callers_of(server, ["9.9.9.9"]) == ["9.9.9.9"]
 
 
-def test_trusted_proxies_are_listed_in_both_forms() -> None:
+def test_trusted_proxies_are_also_listed_as_mapped_addresses() -> None:
     assert with_mapped(["10.0.0.1", "10.1.0.0/16", "2001:db8::1"]) == [
         *("10.0.0.1", "10.1.0.0/16", "2001:db8::1"),
         *("::ffff:10.0.0.1/128", "::ffff:10.1.0.0/112"),
     ]
 
 
-def test_a_trusted_proxy_is_an_address() -> None:
+def test_invalid_trusted_proxies_are_refused() -> None:
     for wrong in ("*", "proxy.example.org", "10.0.0.1,", ""):
         with pytest.raises(UsageError, match="not an address"):
             flags.parse(["--trusted-proxies", wrong])
@@ -83,7 +83,7 @@ def test_a_trusted_proxy_is_an_address() -> None:
             flags.parse(["--trusted-proxies", everyone])
 
 
-def test_callers_by_ipv6_are_counted_by_their_network() -> None:
+def test_ipv6_callers_are_identified_by_their_64_bit_prefix() -> None:
     assert _client_of("2001:db8:1:2::3") == _client_of("2001:db8:1:2:ffff:ffff:ffff:ffff") == "2001:db8:1:2::/64"
     assert _client_of("2001:db8:1:3::3") != _client_of("2001:db8:1:2::3")
     assert _client_of("::ffff:10.0.0.1") == _client_of("10.0.0.1") == "10.0.0.1"
@@ -91,13 +91,13 @@ def test_callers_by_ipv6_are_counted_by_their_network() -> None:
     assert _client_of("not:an:address") == "not:an:address"
 
 
-# Of the first API key's as many as it may have; over all, as many as stop new requests.
+# The first API key reaches the limit per caller; all together reach the limit at which new requests are refused.
 SLOW_CALLERS = ["key 0"] * MAX_OF_CALLER + [f"caller {number}" for number in range(MAX_OF_ALL - MAX_OF_CALLER)]
 
 
 @contextmanager
-def masks_that_run_on(threads: MaskThread, callers: Sequence[str]) -> Iterator[None]:
-    """One of each caller's, until the block is left."""
+def timed_out_masks(threads: MaskThread, callers: Sequence[str]) -> Iterator[None]:
+    """Keeps one timed-out mask of each caller running until the block is left."""
     is_over = threading.Event()
 
     def spin() -> None:
@@ -119,9 +119,9 @@ def masks_that_run_on(threads: MaskThread, callers: Sequence[str]) -> Iterator[N
             time.sleep(0.01)
 
 
-def test_masks_that_run_on_are_few_whoever_asks() -> None:
+def test_timed_out_masks_are_limited_per_caller_and_in_total() -> None:
     threads = MaskThread()
-    with masks_that_run_on(threads, SLOW_CALLERS):
+    with timed_out_masks(threads, SLOW_CALLERS):
         assert threads.num_timed_out() == MAX_OF_ALL
         refused = threads.refusal("another", is_new=True)
         assert refused is not None
@@ -136,7 +136,7 @@ def test_masks_that_run_on_are_few_whoever_asks() -> None:
     threads.close()
 
 
-def test_masks_that_run_on_end_no_answers_of_others(in_process) -> None:
+def test_timed_out_masks_do_not_end_answers_of_others(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         loop, may_go_on = service.engine.host.loop, threading.Event()
         slow, other = ({"Authorization": f"Bearer {name}"} for name in ("slow", "other"))
@@ -148,7 +148,7 @@ def test_masks_that_run_on_end_no_answers_of_others(in_process) -> None:
         async with asyncio.timeout(60):
             while len(loop._tracked) < 4:
                 await asyncio.sleep(0.01)
-        with masks_that_run_on(loop.grammars.compiler.mask_thread, SLOW_CALLERS):
+        with timed_out_masks(loop.grammars.compiler.mask_thread, SLOW_CALLERS):
             may_go_on.set()
             told, answer = [await one for one in asked]
             assert answer.status_code == 200, answer.text
@@ -161,14 +161,14 @@ def test_masks_that_run_on_end_no_answers_of_others(in_process) -> None:
     run(in_process, test, *PATIENT, "--api-key", "slow", "other")
 
 
-def test_answers_whose_admission_fails_take_no_room(in_process) -> None:
-    """Counted for ever, they would fill the server: 328 of an hour's hostile grammars did."""
+def test_answers_whose_admission_fails_are_not_counted(in_process) -> None:
+    """Without the fix they were counted for ever and filled the server: 328 did in an hour of hostile grammars."""
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         loop = service.engine.host.loop
         body = {"messages": HELLO, "max_tokens": 4, "n": 2, "structured_outputs": {"regex": "[a-f]{3}"}}
         assert (await client.post(CHAT, json=body)).status_code == 200
-        with masks_that_run_on(loop.grammars.compiler.mask_thread, SLOW_CALLERS):
+        with timed_out_masks(loop.grammars.compiler.mask_thread, SLOW_CALLERS):
             for _ in range(8 + 16):  # --max-num-seqs and --max-queue
                 assert (await client.post(CHAT, json=body)).status_code == 503
         assert [api_server.num_in_flight for api_server in loop.api_servers] == [0]

@@ -1,4 +1,4 @@
-"""Parts of the server that end: whoever waits is told at once and why, and nobody else pays for it."""
+"""Parts of the server fail: waiting requests get an error with the reason at once, and other requests are not affected."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from tests.serving.thread_server import ThreadServer
 ENDLESS = {"messages": HELLO, "max_tokens": 480, "ignore_eos": True}
 
 
-def test_callers_do_not_wait_for_the_reason_of_the_engines_end(tiny_folder: Path) -> None:
-    """A process that writes a core takes seconds to end after its connection has."""
+def test_requests_fail_before_the_reason_of_the_engines_exit_is_known(tiny_folder: Path) -> None:
+    """A process that writes a core dump takes seconds to exit after its connection has closed."""
     with ThreadServer([str(tiny_folder), *TINY_FLAGS]) as server, ThreadPoolExecutor(2) as threads:
         engine, may_end = server.service.engine, threading.Event()
         engine.host.why_ended = lambda: may_end.wait(60) and "it was slow to end"
@@ -51,20 +51,20 @@ def test_callers_do_not_wait_for_the_reason_of_the_engines_end(tiny_folder: Path
         assert "not running" in asked[0].result(30).text
         assert asked[1].result(30).status_code == 503
         assert httpx.get(f"{server.url}/health", timeout=30).status_code == 503
-        engine.fail("something that it brought about")
+        engine.fail("a consequence of the exit")
         assert engine.failure is None
         may_end.set()
         server.thread.join(30)
         assert str(engine.failure) == "it was slow to end"
 
 
-def test_a_failed_step_costs_those_that_it_carried(in_process) -> None:
+def test_a_failed_step_fails_only_the_requests_in_it(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         loop = service.engine.host.loop
         step, may_fail = loop.engine.step, threading.Event()
 
         def failing() -> Any:
-            if not may_fail.is_set():  # nothing goes on before all have come
+            if not may_fail.is_set():  # no step before all requests have arrived
                 return time.sleep(0.01) or []
             loop.engine.step = step
             raise ZeroDivisionError
@@ -77,13 +77,13 @@ def test_a_failed_step_costs_those_that_it_carried(in_process) -> None:
                 await asyncio.sleep(0.01)
         may_fail.set()
         codes = [(await one).status_code for one in asked]
-        assert codes.count(500) == 9  # --max-num-seqs, and one to go on with
+        assert codes.count(500) == 9  # --max-num-seqs, and one that was admitted ahead
         assert codes.count(200) == 11
 
     run(in_process, test)
 
 
-def test_last_words_are_read_when_nothing_can_be_sent() -> None:
+def test_received_messages_are_read_after_the_other_side_has_closed() -> None:
     ours, theirs = socket.socketpair()
     api_server, engine = Channel[ToApiServer](ours, ToApiServer), Channel[ToEngine](theirs, ToEngine)
     engine.send(Taken(7))
@@ -108,7 +108,7 @@ WORKERS = {
 
 
 @pytest.mark.parametrize("name", WORKERS)
-def test_a_grammar_is_not_blamed_for_its_worker(tiny_folder: Path, name: str) -> None:
+def test_a_failed_grammar_worker_is_a_503_and_not_the_grammars_error(tiny_folder: Path, name: str) -> None:
     pytest.importorskip("xgrammar")
     from fledge.serving.structured import GrammarCompiler
 
@@ -137,19 +137,19 @@ UNREAD: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-SMALL = 4096  # bytes of a socket's buffers: what a caller does not read stays with the server
+SMALL = 4096  # bytes of socket buffers, so that unread data stays in the server
 
 
 def small_server(folder: Path, write_timeout: float) -> ThreadServer:
     server = ThreadServer([str(folder), *TINY_FLAGS, "--write-timeout", str(write_timeout)])
-    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)  # its connections have it too
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SMALL)  # accepted connections inherit it
     return server
 
 
 @pytest.mark.parametrize("last", ["close", "keep-alive"])
 @pytest.mark.parametrize("name", UNREAD)
-def test_a_caller_who_does_not_read_loses_its_connection(tiny_folder: Path, name: str, last: str) -> None:
-    """Closing it would wait for the caller, who may never read."""
+def test_a_client_that_does_not_read_is_disconnected(tiny_folder: Path, name: str, last: str) -> None:
+    """The connection is aborted: closing would wait for the client to read, which it may never do."""
     with small_server(tiny_folder, 0.5) as server, server.post(*UNREAD[name], last, SMALL):
         connections = server.server.server_state.connections
         wait_for(lambda: bool(connections))
@@ -158,19 +158,19 @@ def test_a_caller_who_does_not_read_loses_its_connection(tiny_folder: Path, name
         assert not any("without completing" in line for line in server.log.lines)
 
 
-def test_a_caller_who_reads_slowly_keeps_its_connection(tiny_folder: Path) -> None:
+def test_a_client_that_reads_slowly_keeps_its_connection(tiny_folder: Path) -> None:
     with small_server(tiny_folder, 2) as server, server.post(*UNREAD["whole"], "close", SMALL) as caller:
         whole, began = b"", time.monotonic()
         while part := caller.recv(SMALL):
             whole += part
-            time.sleep(0.05 if time.monotonic() - began < 5 else 0)  # for longer than the limit, twice
+            time.sleep(0.05 if time.monotonic() - began < 5 else 0)  # 5 s: more than twice the limit
         assert time.monotonic() - began > 4
     text = whole.partition(b"\r\n\r\n")[2]
     assert json.loads(text)["count"] > 20_000
 
 
 class Timers:
-    """An event loop's timers that fire when the test says so."""
+    """Replaces the event loop's timers: they fire when the test calls `fire`."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Any, ...]] = []
@@ -185,7 +185,7 @@ class Timers:
             callback(*given)
 
 
-def test_a_second_answer_of_the_same_size_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_write_timeout_starts_again_with_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     kind, aborted, left = limited_protocol(Limits()), [], 1000
     for name in ("on_response_complete", "connection_lost"):
         monkeypatch.setattr(kind.__mro__[1], name, lambda *_: None)
@@ -193,7 +193,7 @@ def test_a_second_answer_of_the_same_size_has_its_own_time(monkeypatch: pytest.M
     protocol.loop = timers
     protocol.transport = SimpleNamespace(get_write_buffer_size=lambda: left, abort=lambda: aborted.append(left))
     protocol.on_response_complete()
-    protocol.on_response_complete()  # the first one was read meanwhile
+    protocol.on_response_complete()  # the first answer was read, and the second has as many bytes
     assert len(timers.waiting) == 1
     left = 900
     timers.fire()
@@ -205,8 +205,8 @@ def test_a_second_answer_of_the_same_size_has_its_own_time(monkeypatch: pytest.M
     assert not timers.waiting
 
 
-def test_uvicorn_knows_of_a_connection_that_is_cut() -> None:
-    """Before the transport says so, which takes several turns of the event loop with TLS."""
+def test_an_aborted_connection_is_marked_as_disconnected_first() -> None:
+    """The transport reports it later; with TLS that takes several iterations of the event loop."""
 
     class Cycle:
         disconnected = False

@@ -1,4 +1,4 @@
-"""A server that cannot start says why and has an exit code; so has one that is ended while its model is loaded."""
+"""Messages and exit codes of a server that cannot start, and of one that is stopped while it loads its model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fledge.serving.defaults import generation_defaults, overriding_defaults
 from fledge.serving.server import check_files
 from fledge.serving.service import Service
 
-# Loads for ever, in torch's C++ code: Python's end used to abort the process there.
+# Loads for ever in torch's C++ code. Ending Python there used to abort the process.
 SCRIPT = """
 import sys, torch
 import fledge.serving.build
@@ -35,7 +35,7 @@ main()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_ended_while_loading(number, code, tmp_path):
+def test_a_signal_while_loading(number, code, tmp_path):
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "socket")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         timer = threading.Timer(120, process.kill)
@@ -43,7 +43,7 @@ def test_ended_while_loading(number, code, tmp_path):
         try:
             said = ""
             assert process.stderr is not None
-            # Two threads write: their words may come on one line.
+            # Two threads write, so both messages may be on one line.
             while not ("the weights are read" in said and "Application startup complete." in said):
                 said += (line := process.stderr.readline())
                 assert line, said
@@ -64,14 +64,14 @@ uvicorn.Config.load = broken
 """
 
 
-def test_a_start_that_fails_beside_the_loading_engine_is_no_success(tmp_path):
+def test_a_failed_start_during_loading_exits_with_1(tmp_path):
     command = [sys.executable, "-c", BROKEN_UVICORN + SCRIPT, str(tmp_path / "socket")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 1, ended.stderr
     assert "no such thing" in ended.stderr
 
 
-def test_files_are_looked_at_before_the_model_is_loaded(tmp_path):
+def test_files_are_checked_before_the_model_is_loaded(tmp_path):
     (tmp_path / "file").write_text("x")
     wrong = {
         ("--uds", str(tmp_path / "nowhere" / "socket")): "not a writable folder",
@@ -96,7 +96,7 @@ def test_files_are_looked_at_before_the_model_is_loaded(tmp_path):
         ('{"repetition_penalty": true}', "repetition_penalty"),
     ],
 )
-def test_sampling_defaults_are_checked_at_the_start(tmp_path, given, reason):
+def test_sampling_defaults_are_validated_at_startup(tmp_path, given, reason):
     (tmp_path / "generation_config.json").write_text(given)
     with pytest.raises(UserError, match=rf"generation_config\.json: .*{reason}"):
         generation_defaults(tmp_path)

@@ -1,4 +1,4 @@
-"""vLLM's command lines move over; what cannot be followed is refused with a reason."""
+"""vLLM's command lines work unchanged; flags that are not supported are refused with a reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fledge.serving.limits import Limits
 from fledge.serving.logs import _is_not_startup
 
 
-def test_defaults_are_vllms_but_for_the_address() -> None:
+def test_defaults_are_vllms_except_for_the_address() -> None:
     flags = parse([])
     assert (flags.host, flags.port, flags.max_logprobs, flags.uvicorn_log_level) == ("127.0.0.1", 8000, 20, "info")
     assert flags.model == "smollm2-135m"
@@ -32,12 +32,12 @@ def test_defaults_are_vllms_but_for_the_address() -> None:
     assert flags.api_key == ()
 
 
-def test_a_users_model_is_served_plainly_unless_a_drafter_is_asked_for() -> None:
+def test_another_model_is_served_without_speculation_by_default() -> None:
     assert parse(["some/model"]).speculative_config.speculation.drafter == "none"
     assert parse(["some/model", "--drafter", "ngram", "--depth", "3"]).speculative_config.speculation.depth == "3"
 
 
-def test_a_vllm_command_line_moves_over_unchanged() -> None:
+def test_a_vllm_command_line_is_accepted_unchanged() -> None:
     flags = parse(
         [
             "org/model", "--speculative-config", '{"method":"eagle3","model":"org/drafter","num_speculative_tokens":3}',
@@ -95,7 +95,7 @@ def test_keys_of_json_flags_may_be_dotted() -> None:
         (["--speculative-config", '{"model":5}'], ["'model'", "5"]),
     ],
 )
-def test_refusals_name_the_flag_and_the_way_out(arguments: list[str], words: list[str]) -> None:
+def test_refusals_name_the_flag_and_the_alternative(arguments: list[str], words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         parse(arguments)
     for word in words:
@@ -118,7 +118,7 @@ def test_every_refusal_gives_a_reason() -> None:
         assert isinstance(parse([flag, *allowed.values[:1]]), ServeFlags)
 
 
-def test_a_template_is_a_file_or_itself(tmp_path) -> None:
+def test_a_chat_template_is_a_file_or_its_text(tmp_path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text("{{ messages }}")
     assert parse(["--chat-template", str(file)]).chat_template == "{{ messages }}"
@@ -133,11 +133,11 @@ def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("text", "number"), [("4096", 4096), ("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("auto", 0), ("-1", 0)]
 )
-def test_numbers_as_people_write_them(text: str, number: int) -> None:
+def test_numbers_with_suffixes(text: str, number: int) -> None:
     assert human_int(text) == number
 
 
-def test_the_engine_is_known_before_foreign_flags_are_judged() -> None:
+def test_the_engine_is_chosen_before_unknown_flags_are_refused() -> None:
     assert chosen_engine(["m", "--tensor-parallel-size", "4", "--engine", "vllm"]) == "vllm"
     assert chosen_engine(["m", "--engine=vllm"]) == "vllm"
     assert chosen_engine(["m"]) == "fledge"
@@ -152,7 +152,7 @@ def test_depth_rules_are_on_unless_switched_off():
 
 
 def test_every_limit_is_a_flag() -> None:
-    """The site's table of limits is made from the same class: tests/test_docs.py."""
+    """The website's table of limits is generated from the same class: tests/test_docs.py."""
     for one in fields(Limits):
         flag = f"--{one.name.replace('_', '-')}"
         value = "7"
@@ -161,7 +161,7 @@ def test_every_limit_is_a_flag() -> None:
             parse([flag, "-3"])
 
 
-def test_the_server_is_open_to_nobody_unless_asked() -> None:
+def test_by_default_the_server_listens_locally_and_allows_no_origin() -> None:
     flags = parse([])
     assert flags.host == "127.0.0.1"
     assert flags.allowed_origins == ()
@@ -171,7 +171,7 @@ def test_the_server_is_open_to_nobody_unless_asked() -> None:
     ("words", "engine"),
     [([], "fledge"), (["m"], "fledge"), (["m", "--engine", "vllm"], "vllm"), (["--engine=vllm"], "vllm"), (["--engine"], "")],
 )
-def test_the_engine_is_known_before_flags_are_parsed(words: list[str], engine: str) -> None:
+def test_the_engine_is_chosen_before_flags_are_parsed(words: list[str], engine: str) -> None:
     assert chosen_engine(words) == engine
 
 
@@ -180,17 +180,17 @@ def known_flags() -> set[str]:
 
 
 @pytest.mark.parametrize("table", [SGLANG, LLAMA_CPP])
-def test_what_other_engines_flags_become_is_a_flag_of_ours(table: dict[str, str]) -> None:
+def test_flags_suggested_for_those_of_other_engines_exist(table: dict[str, str]) -> None:
     named = {flag for text in table.values() for flag in re.findall(r"--[a-z][\w-]+", text)}
     assert named <= known_flags()
-    assert not set(table) & (known_flags() | set(MAY_BE) | set(REFUSED) | set(SAME)), "reached by another way first"
+    assert not set(table) & (known_flags() | set(MAY_BE) | set(REFUSED) | set(SAME)), "these flags are handled elsewhere first"
 
 
-def test_every_flag_that_vllm_has_too_is_a_flag() -> None:
+def test_every_flag_listed_as_vllms_exists() -> None:
     assert known_flags() >= OF_VLLM
 
 
-def test_no_flag_is_ignored_in_silence() -> None:
+def test_flags_without_effect_are_reported() -> None:
     for words in (
         ["--enforce-eager"],
         ["--no-async-scheduling"],
@@ -201,12 +201,12 @@ def test_no_flag_is_ignored_in_silence() -> None:
     assert parse(["m", "--enable-chunked-prefill", "--speculative-config", '{"model":"x","enforce_eager":false}']).notes == ()
 
 
-def test_flags_that_only_have_another_name_here_are_followed() -> None:
+def test_vllm_flags_with_another_name_here_work() -> None:
     assert parse(["m", "--disable-frontend-multiprocessing"]).engine_process is False
     assert parse(["m", "--api-server-count", "2"]).api_workers == 2
 
 
-def test_a_tree_is_drafted_by_its_switch_or_its_shape() -> None:
+def test_tree_drafting_is_enabled_by_its_switch_or_its_shape() -> None:
     def tree(*words: str) -> tuple[int, int] | None:
         found = parse(["m", "--drafter", "d", *words]).speculative_config.speculation.tree
         return None if found is None else (found.width, found.nodes)
@@ -214,8 +214,8 @@ def test_a_tree_is_drafted_by_its_switch_or_its_shape() -> None:
     assert (tree(), tree("--tree"), tree("--tree-nodes", "20")) == (None, (4, 12), (4, 20))
 
 
-def test_no_drafted_tokens_are_not_taken_for_the_default() -> None:
-    """The engine refuses a depth of 0; it must come to know of it."""
+def test_zero_draft_tokens_are_not_replaced_by_the_default() -> None:
+    """The engine refuses a depth of 0, so the parser must pass the 0 on."""
     config = '{"method": "ngram", "num_speculative_tokens": 0}'
     assert parse(["--speculative-config", config]).speculative_config.speculation.depth == 0
 
@@ -229,7 +229,7 @@ def test_the_method_of_a_quantised_checkpoint_may_be_named(tmp_path: Path) -> No
     assert quantization_of(tmp_path) is None
 
 
-def test_a_method_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_quantization_method_other_than_the_checkpoints_is_refused(tmp_path: Path) -> None:
     from fledge.serving.build import build
     from fledge.serving.metrics import Metrics
 
@@ -238,7 +238,7 @@ def test_a_method_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path) -
         build(parse([str(tmp_path), "--quantization", "gptq"]), Metrics("m"))
 
 
-def test_help_tells_every_default_that_is_not_off() -> None:
+def test_help_shows_the_defaults() -> None:
     text = " ".join(flag_parser().format_help().split())
     for words in ("(default 127.0.0.1)", "(default 8000)", "(default 256)", "0: 16 on CPU, 128 on GPU", "(default 10.0)"):
         assert words in text
@@ -247,7 +247,7 @@ def test_help_tells_every_default_that_is_not_off() -> None:
     assert groups[-1] == "Limits on requests"
 
 
-def test_the_log_says_ready_once_and_not_before_the_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ready_is_logged_once_and_only_after_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, said = SimpleNamespace(status="loading"), []
     monkeypatch.setattr(server.log, "info", said.append)
     tested = server.Server(uvicorn.Config("app"), SimpleNamespace(engine=engine))
@@ -260,7 +260,7 @@ def test_the_log_says_ready_once_and_not_before_the_model_is_loaded(monkeypatch:
     assert said == ["ready: m at http://127.0.0.1:8000"]
 
 
-def test_uvicorn_does_not_say_that_it_runs_before_the_model_is_loaded() -> None:
+def test_uvicorns_startup_messages_are_not_logged() -> None:
     def is_shown(text: str) -> bool:
         return _is_not_startup(logging.makeLogRecord({"msg": text}))
 

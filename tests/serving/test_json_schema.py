@@ -1,4 +1,4 @@
-"""What is written under a schema holds for it: texts are drawn from the library's grammar and judged by a validator."""
+"""Texts sampled from the grammar that xgrammar compiles for a schema must be valid under the schema."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def library():
 
 
 def draw(grammar, seed: int, longest: int = 300) -> str | None:
-    """A random text of a grammar, which tends to close what is open; None if it did not end."""
+    """Samples a text of a grammar, with a bias towards closing brackets and quotes; None if it did not end."""
     chance, matcher, text = random.Random(seed), xgrammar.GrammarMatcher(grammar), ""
     mask = xgrammar.allocate_token_bitmask(1, len(VOCABULARY))
     for _ in range(longest):
@@ -46,51 +46,51 @@ def draw(grammar, seed: int, longest: int = 300) -> str | None:
     return None
 
 
-def wrong(library, schema: Any, num_texts: int) -> list[str]:
+def invalid_texts(library, schema: Any, num_texts: int) -> list[str]:
     grammar = compile_grammar(library, "JSON schema", json.dumps(supported_schema(schema)))
     validator = jsonschema_rs.validator_for(schema, validate_formats=True)
     texts = [text for seed in range(num_texts) if (text := draw(grammar, seed)) is not None]
     return [text for text in texts if not validator.is_valid(json.loads(text))]
 
 
-def thing(**fields: Any) -> dict[str, Any]:
+def obj(**fields: Any) -> dict[str, Any]:
     return {"type": "object"} | fields
 
 
 ONE, TWO = {"const": 1}, {"const": 2}
-A, B = thing(properties={"a": ONE}, required=["a"]), thing(properties={"b": TWO}, required=["b"])
+A, B = obj(properties={"a": ONE}, required=["a"]), obj(properties={"b": TWO}, required=["b"])
 FOLLOWED = {
     "allOf, several": {"allOf": [A, B]},
     "allOf, one": {"allOf": [A]},
     "allOf, one beside others": {"allOf": [A]} | B,
     "allOf of references": {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}], "$defs": {"a": A, "b": B}},
     "beside $ref": {"$ref": "#/$defs/a", "properties": {"c": ONE}, "required": ["c"], "$defs": {"a": A}},
-    "beside anyOf": thing(properties={"a": ONE, "b": ONE}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]),
+    "beside anyOf": obj(properties={"a": ONE, "b": ONE}, anyOf=[{"required": ["a"]}, {"required": ["b"]}]),
     "type beside anyOf": {"type": "integer", "anyOf": [{"minimum": 5, "maximum": 9}, {"maximum": 3}]},
     "oneOf told apart by a const": {
-        "oneOf": [thing(properties={"k": {"const": kind}, "v": {"type": "integer"}}, required=["k"]) for kind in "xyz"]
+        "oneOf": [obj(properties={"k": {"const": kind}, "v": {"type": "integer"}}, required=["k"]) for kind in "xyz"]
     },
     "oneOf told apart by what is required": {"oneOf": [A, B]},
     "oneOf of types": {"oneOf": [{"type": "integer"}, {"type": "string"}, {"type": "null"}]},
-    "required, undeclared": thing(properties={"a": ONE}, required=["a", "z"]),
-    "required, undeclared and additional": thing(properties={"a": ONE}, required=["z"], additionalProperties=TWO),
-    "escaped reference": thing(properties={"a": {"$ref": "#/$defs/a~1b%20~0"}}, required=["a"], **{"$defs": {"a/b ~": ONE}}),
+    "required, undeclared": obj(properties={"a": ONE}, required=["a", "z"]),
+    "required, undeclared and additional": obj(properties={"a": ONE}, required=["z"], additionalProperties=TWO),
+    "escaped reference": obj(properties={"a": {"$ref": "#/$defs/a~1b%20~0"}}, required=["a"], **{"$defs": {"a/b ~": ONE}}),
     "reference by number": {"anyOf": [ONE, {"type": "array", "items": {"$ref": "#/anyOf/0"}}]},
-    "recursive": thing(properties={"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, required=["next"]),
+    "recursive": obj(properties={"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, required=["next"]),
     "enum and types": {"type": ["string", "null"], "enum": ["a", None, 3]},
     "keywords without a type": {"maxLength": 2, "minimum": 3, "maximum": 5},
     "list of types": {"type": ["integer", "string", "object"], "multipleOf": 7, "maxLength": 3, "maxProperties": 1},
     "multipleOf with bounds": {"type": "integer", "multipleOf": 7, "minimum": -10, "exclusiveMaximum": 700},
     "multipleOf of a number": {"type": "number", "multipleOf": 4},
     "bounds with fractions": {"type": "integer", "minimum": 1.5, "maximum": 3.5},
-    "property names": thing(propertyNames={"$ref": "#/$defs/n"}, additionalProperties=ONE, **{"$defs": {"n": {"enum": ["q"]}}}),
-    "property counts": thing(properties={"a": ONE, "b": ONE, "c": ONE}, minProperties=1, maxProperties=2, required=["b"]),
-    "open and not empty": thing(minProperties=1),
-    "pattern properties": thing(patternProperties={"^q+$": ONE}, maxProperties=2),
-    "unevaluatedProperties": thing(properties={"a": ONE}, unevaluatedProperties=False),
+    "property names": obj(propertyNames={"$ref": "#/$defs/n"}, additionalProperties=ONE, **{"$defs": {"n": {"enum": ["q"]}}}),
+    "property counts": obj(properties={"a": ONE, "b": ONE, "c": ONE}, minProperties=1, maxProperties=2, required=["b"]),
+    "open and not empty": obj(minProperties=1),
+    "pattern properties": obj(patternProperties={"^q+$": ONE}, maxProperties=2),
+    "unevaluatedProperties": obj(properties={"a": ONE}, unevaluatedProperties=False),
     "items, any": {"type": "array", "minItems": 2},
     "tuple cut short": {"type": "array", "prefixItems": [ONE, TWO], "items": {"const": 3}, "maxItems": 1},
-    "tuple of old drafts": {
+    "tuple as in draft 7": {
         "$schema": "http://json-schema.org/draft-07/schema#", "type": "array", "items": [ONE, TWO], "additionalItems": False,
     },
     "unique of one": {"type": "array", "items": ONE, "uniqueItems": True, "maxItems": 1},
@@ -98,7 +98,7 @@ FOLLOWED = {
     "a line break": {"type": "string", "pattern": r"^a\nb\tc$"},
     "optional group that ends in a loop": {"type": "string", "pattern": "^a(x[0-9]+)?(?:y(z+)?)??b$"},
     "named group": {"type": "string", "pattern": "^(?<year>x[0-9]{2,4})?b$"},
-    "remarks": {"type": "string", "maxLength": 3, "title": "x", "default": "y", "nullable": True, "format": "int32"},
+    "annotations": {"type": "string", "maxLength": 3, "title": "x", "default": "y", "nullable": True, "format": "int32"},
     **{
         f"format {name}": {"type": "string", "format": name}
         for name in ("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
@@ -109,27 +109,27 @@ REFUSED = {
     "#/if": {"if": A, "then": B},
     "#/items/uniqueItems": {"type": "array", "items": {"type": "array", "uniqueItems": True}},
     "#/contains": {"type": "array", "contains": ONE},
-    "#/dependentRequired": thing(dependentRequired={"a": ["b"]}),
-    "#/properties/a~1b/dependentSchemas": thing(properties={"a/b": {"dependentSchemas": {}}}),
-    "#/allOf: the property 'a'": {"allOf": [A, thing(properties={"a": TWO})]},
+    "#/dependentRequired": obj(dependentRequired={"a": ["b"]}),
+    "#/properties/a~1b/dependentSchemas": obj(properties={"a/b": {"dependentSchemas": {}}}),
+    "#/allOf: the property 'a'": {"allOf": [A, obj(properties={"a": TWO})]},
     "#/allOf: additionalProperties": {"allOf": [A | {"additionalProperties": False}, B]},
     "#/oneOf": {"oneOf": [{"enum": [1, 2]}, {"enum": [2, 3]}]},
     "#/oneOf: more": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
-    "#/required: 'z'": thing(required=["z"], additionalProperties=False),
+    "#/required: 'z'": obj(required=["z"], additionalProperties=False),
     "#/maxLength: not supported beside enum": {"enum": ["a", "abc"], "maxLength": 1},
     "#/format: the format 'iri'": {"type": "string", "format": "iri"},
     "#/maxLength: not supported beside format": {"type": "string", "format": "date", "maxLength": 3},
     "#/minLength: not supported beside pattern": {"type": "string", "pattern": "^a+$", "minLength": 3},
     "#/pattern: lookaheads": {"type": "string", "pattern": "^(?=a).$"},
     "#/pattern: '\"'": {"type": "string", "pattern": '^["a]$'},
-    "#/properties/a/$ref": thing(properties={"a": {"$ref": "#foo"}}, **{"$defs": {"x": {"$anchor": "foo", "const": 1}}}),
+    "#/properties/a/$ref": obj(properties={"a": {"$ref": "#foo"}}, **{"$defs": {"x": {"$anchor": "foo", "const": 1}}}),
     "#/$ref: '#/nowhere' points": {"$ref": "#/nowhere"},
     "#/$ref: the reference leads": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
     "#/$ref: only references into": {"$ref": "http://example.com/x"},
     "#/multipleOf": {"type": "number", "multipleOf": 0.01},
-    "#/minProperties": thing(minProperties=2, additionalProperties=ONE),
-    "#/patternProperties": thing(patternProperties={"^a": ONE, "b$": TWO}),
-    "#/propertyNames": thing(properties={"a": ONE}, propertyNames={"pattern": "^b$"}),
+    "#/minProperties": obj(minProperties=2, additionalProperties=ONE),
+    "#/patternProperties": obj(patternProperties={"^a": ONE, "b$": TWO}),
+    "#/propertyNames": obj(properties={"a": ONE}, propertyNames={"pattern": "^b$"}),
     "#/type": {"type": "nonsense"},
     "#/anyOf": {"anyOf": []},
     "#/enum": {"enum": "x"},
@@ -137,18 +137,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", FOLLOWED)
-def test_followed(library, name: str) -> None:
-    assert wrong(library, FOLLOWED[name], 30) == []
+def test_texts_of_the_grammar_are_valid(library, name: str) -> None:
+    assert invalid_texts(library, FOLLOWED[name], 30) == []
 
 
 def test_an_object_of_no_properties_is_empty(library) -> None:
-    """As the arguments of a tool that has none."""
-    grammar = compile_grammar(library, "JSON schema", json.dumps(supported_schema(thing(properties={}))))
+    """Such a schema describes the arguments of a tool without parameters."""
+    grammar = compile_grammar(library, "JSON schema", json.dumps(supported_schema(obj(properties={}))))
     assert {draw(grammar, seed) for seed in range(20)} == {"{}"}
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_refused_by_name_and_place(reason: str) -> None:
+def test_unsupported_keywords_are_refused_by_name_and_path(reason: str) -> None:
     with pytest.raises(RequestError, match=f"JSON schema cannot be followed: {re.escape(reason)}"):
         supported_schema(REFUSED[reason])
 
@@ -161,7 +161,7 @@ def test_refused_by_name_and_place(reason: str) -> None:
         {"anyOf": [{"oneOf": [{"const": f"{n} {m}"} for m in range(60)]} for n in range(60)]},
     ],
 )
-def test_what_would_grow_is_refused(schema: Any) -> None:
+def test_schemas_that_would_grow_when_rewritten_are_refused(schema: Any) -> None:
     with pytest.raises(RequestError, match="JSON schema cannot be followed"):
         supported_schema(schema)
 
@@ -197,8 +197,8 @@ SCHEMAS = st.recursive(st.booleans() | VALUES.map(lambda value: {"const": value}
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=st.lists(SCHEMAS, min_size=3, max_size=3), seed=st.integers(0, 99))
-def test_any_schema(library, schema: list[Any], seed: int) -> None:
-    """Followed in full, or refused: never half."""
+def test_random_schemas_are_followed_or_refused(library, schema: list[Any], seed: int) -> None:
+    """A schema is never followed in part: it is followed completely or refused."""
     root, first, second = schema
     if isinstance(root, bool):
         return

@@ -1,4 +1,4 @@
-"""The official client against real server processes."""
+"""OpenAI's official client against real server processes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def smollm2_server() -> Iterator[ServerProcess]:
     arguments = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--dtype", "float32", "--max-num-seqs", "4"]
-    # One thread: two that wait for each other on a busy machine are far slower than one.
+    # One thread: on a busy machine two threads that wait for each other are far slower.
     with ServerProcess([*arguments, "--max-model-len", "2048", "--threads", "1"]) as server:
         yield server
 
@@ -58,7 +58,7 @@ def model(client: openai.OpenAI) -> str:
     return client.models.list().data[0].id
 
 
-def test_chat_streams_what_it_answers(client: openai.OpenAI, model: str) -> None:
+def test_a_streamed_chat_equals_the_whole_answer(client: openai.OpenAI, model: str) -> None:
     body = {"model": model, "messages": HELLO, "temperature": 0, "max_tokens": 16}
     answer = client.chat.completions.create(**body, logprobs=True, top_logprobs=2)
     assert answer.usage.completion_tokens <= 16
@@ -71,7 +71,7 @@ def test_chat_streams_what_it_answers(client: openai.OpenAI, model: str) -> None
     usage = chunks[-1].usage
     assert (usage.prompt_tokens, usage.completion_tokens) == (answer.usage.prompt_tokens, answer.usage.completion_tokens)
     cached = [one.prompt_tokens_details.cached_tokens for one in (answer.usage, usage)]
-    assert cached[0] <= cached[1] < usage.prompt_tokens  # the second found what the first left
+    assert cached[0] <= cached[1] < usage.prompt_tokens  # the second request reuses the prefix cached by the first
 
 
 @pytest.mark.parametrize("extra", [{}, {"response_format": SCHEMA}, {"tools": [WEATHER], "tool_choice": "required"}])
@@ -118,8 +118,8 @@ def test_tools(client: openai.OpenAI, model: str) -> None:
     assert again.usage.prompt_tokens > 0
 
 
-def test_calls_the_model_makes_of_its_own_accord(client: openai.OpenAI, model: str) -> None:
-    """`auto`: here a grammar makes the model write a call as Hermes models do, between other text."""
+def test_tool_calls_with_tool_choice_auto(client: openai.OpenAI, model: str) -> None:
+    """A grammar forces the model to write a call in the Hermes format after other text."""
     written = 'Let me see.<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
     body = {"model": model, "messages": HELLO, "tools": [WEATHER], "temperature": 0, "max_tokens": 96}
     body["extra_body"] = {"structured_outputs": {"choice": [written]}}

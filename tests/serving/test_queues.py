@@ -1,4 +1,4 @@
-"""What waits before an answer begins: grammars and texts. Both queues are bounded, callers take turns, who leaves is let go."""
+"""The queues of grammars to compile and texts to tokenise: bounded, fair to callers, and cleared when a client disconnects."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def structured(**grammar: Any) -> dict[str, Any]:
 
 @contextmanager
 def slow_grammars(service: Service) -> Iterator[Any]:
-    """Nothing is compiled until the block is left."""
+    """Holds back all grammar compilation until the block is left."""
     grammars, may_go_on = service.engine.host.loop.grammars, threading.Event()
     compile_now = grammars._compile
 
@@ -53,8 +53,8 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_grammars_that_wait_are_few(in_process) -> None:
-    """As many as answers may; a caller with few has room when another has filled the queue."""
+def test_the_grammar_queue_is_bounded_and_fair(in_process) -> None:
+    """At most as many wait as answers may. When one caller has filled the queue, another still gets a place."""
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         room = 8 + 16  # --max-num-seqs and --max-queue
@@ -63,7 +63,7 @@ def test_grammars_that_wait_are_few(in_process) -> None:
                 asyncio.create_task(client.post(CHAT, json=structured(choice=[f"a{n}"]), headers=GREEDY))
                 for n in range(room + 10)
             ]
-            await until(lambda: sum(one.done() for one in asked) == 8)  # two are being compiled
+            await until(lambda: sum(one.done() for one in asked) == 8)  # 34 asked, 24 wait, two are being compiled
             refused = [one.result() for one in asked if one.done()]
             assert {one.status_code for one in refused} == {503}
             assert all(int(one.headers["Retry-After"]) > 0 for one in refused)
@@ -71,7 +71,7 @@ def test_grammars_that_wait_are_few(in_process) -> None:
             modest = asyncio.create_task(client.post(CHAT, json=structured(choice=["b"]), headers=MODEST))
             await until(lambda: len(grammars._compiling) == 3)
         assert (await modest).status_code == 200
-        # They have room to wait as answers, too, but not all at once.
+        # Once compiled they need places as answers, and there are not enough for all at once.
         assert {(await one).status_code for one in asked} <= {200, 503}
 
     run(in_process, test, *PATIENT, *KEYS, "--max-queue", "16")
@@ -83,7 +83,7 @@ def test_a_grammar_that_is_too_long_is_not_queued(in_process) -> None:
         for grammar in (
             {"regex": "a" * 70_000},
             {"choice": ["a" * 1000] * 70},
-            {"choice": [""] * 20_000},  # quotes and what stands between them count too
+            {"choice": [""] * 20_000},  # quotes and separators are counted, too
             {"json": {"title": "a" * 70_000}},
         ):
             told = await ask(client, status=400, **structured(**grammar))
@@ -92,21 +92,21 @@ def test_a_grammar_that_is_too_long_is_not_queued(in_process) -> None:
     run(in_process, test)
 
 
-def test_a_grammar_has_the_requests_deadline(in_process) -> None:
+def test_compiling_a_grammar_counts_towards_the_request_timeout(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         with slow_grammars(service) as grammars:
             told = await ask(client, status=504, **structured(choice=["a"]))
             assert told["error"]["code"] == "timeout"
-            await until(lambda: grammars._forgotten)  # it will be dropped
+            await until(lambda: grammars._forgotten)  # marked to be dropped
 
     run(in_process, test, "--request-timeout", "0.3")
 
 
-def test_a_text_has_the_requests_deadline(in_process) -> None:
+def test_tokenising_a_text_counts_towards_the_request_timeout(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         with slow_tokenizer(service) as thread:
             long = [{"role": "user", "content": "a" * 40_000}]
-            # One has its turn, one waits for it.
+            # One is being tokenised, one waits.
             for told in await asyncio.gather(*(ask(client, status=504, messages=long) for _ in range(2))):
                 assert told["error"]["code"] == "timeout"
             assert not thread._waiting
@@ -114,8 +114,7 @@ def test_a_text_has_the_requests_deadline(in_process) -> None:
     run(in_process, test, "--request-timeout", "0.3")
 
 
-def test_a_request_has_one_deadline(in_process) -> None:
-    """The time that its grammar took is not given again to its answer."""
+def test_time_spent_on_a_grammar_is_deducted_from_the_answers_timeout(in_process) -> None:
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         engine, left = service.engine, []
@@ -136,7 +135,7 @@ def test_a_request_has_one_deadline(in_process) -> None:
     run(in_process, test, *PATIENT, "--request-timeout", "600")
 
 
-def test_a_grammar_is_dropped_when_its_caller_has_gone(tiny_folder: Path) -> None:
+def test_waiting_grammars_are_dropped_when_clients_disconnect(tiny_folder: Path) -> None:
     with ThreadServer([str(tiny_folder), *TINY_FLAGS, *PATIENT]) as server, slow_grammars(server.service) as grammars:
         callers = [server.post(CHAT, structured(choice=[f"a{number}"])) for number in range(6)]
         wait_for(lambda: len(grammars._waiting) == 4)
@@ -149,7 +148,7 @@ def test_a_grammar_is_dropped_when_its_caller_has_gone(tiny_folder: Path) -> Non
 
 @contextmanager
 def slow_tokenizer(service: Service) -> Iterator[Any]:
-    """Long texts wait until the block is left."""
+    """Holds back the tokenising of long texts until the block is left."""
     may_go_on = threading.Event()
     service._tokenizing_long._thread.submit(may_go_on.wait, 60)
     try:
@@ -158,8 +157,8 @@ def slow_tokenizer(service: Service) -> Iterator[Any]:
         may_go_on.set()
 
 
-def test_texts_that_wait_for_the_tokenizer_are_few(in_process) -> None:
-    """Here a million characters; a caller with few has room, and its turn comes before the rest of the others."""
+def test_the_tokenizer_queue_is_bounded_and_fair(in_process) -> None:
+    """The limit is a million characters. Another caller still gets a place, and is served before most of the first one's texts."""
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         order: list[str] = []
@@ -176,7 +175,7 @@ def test_texts_that_wait_for_the_tokenizer_are_few(in_process) -> None:
 
         with slow_tokenizer(service) as thread:
             greedy = [asyncio.create_task(tokenize(GREEDY, 200_000)) for _ in range(20)]
-            await until(lambda: sum(one.done() for one in greedy) == 14)  # one has its turn, five wait
+            await until(lambda: sum(one.done() for one in greedy) == 14)  # one is being tokenised, five wait
             assert {one.result() for one in greedy if one.done()} == {503}
             async with asyncio.timeout(60):  # the HTTP process reports once a second
                 while 'requests_rejected_total{engine="0",model_name="tiny"} 14.0' not in await figures(client):
@@ -193,7 +192,7 @@ def test_texts_that_wait_for_the_tokenizer_are_few(in_process) -> None:
     run(in_process, test, *KEYS, "--max-tokenizer-queue", "1000000")
 
 
-def test_a_text_is_not_tokenised_when_its_caller_has_gone(in_process) -> None:
+def test_waiting_texts_are_not_tokenised_after_cancellation(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         done = []
         with slow_tokenizer(service) as thread:
@@ -223,13 +222,13 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_every_field_that_a_template_reads_is_counted(name: str) -> None:
+def test_every_field_that_a_template_reads_counts_towards_the_length(name: str) -> None:
     given = ChatRequest.model_validate(FIELDS[name])
     assert prompts.length(given.messages, given.tools, given.chat_template_kwargs) > max(SHORT_TEXT, len(LONG))
 
 
-def test_a_caller_who_may_not_go_on_keeps_its_place() -> None:
-    """One whose grammars fill its share must not have a later one compiled before an earlier one."""
+def test_a_skipped_caller_keeps_the_order_of_its_items() -> None:
+    """A caller at its limit of compiling grammars is skipped; its later grammars must not overtake its earlier ones."""
     queue: FairQueue[str] = FairQueue()
     for item in ("a1", "a2", "b1", "a3"):
         queue.push(item[0], item)

@@ -1,4 +1,4 @@
-"""Thoughts are split from answers, whole and character by character."""
+"""Reasoning is split from answers, with the text as a whole and in pieces of 1 and 3 characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server with real sockets in a thread of this process: it can be looked into, and costs no start."""
+"""A server with real sockets in a thread of this process: tests can access its objects, and no process has to start."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ class _Records(logging.Handler):
 
 
 class ThreadServer:
-    """`with ThreadServer([model, …]) as server:` `server.url`, `server.service`, and what was logged. `host`: or `::`, for both
-    kinds of addresses."""
+    """Use as `with ThreadServer([model, …]) as server:`; has `url`, `service` and `log`. `host`: `::` is for IPv6 and IPv4."""
 
     def __init__(self, arguments: Sequence[str], host: str = "127.0.0.1") -> None:
         self.socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -63,20 +62,20 @@ class ThreadServer:
         return httpx.Client(base_url=self.url, timeout=timeout)
 
     def post(self, path: str, body: object, last: str = "close", receive_buffer: int = 0) -> socket.socket:
-        """A connection over which a request was sent, and nothing is read."""
+        """Sends a request over a new connection and returns its socket without reading the response."""
         data = json.dumps(body).encode()
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: {last}\r\nContent-Type: application/json\r\n"
         caller = socket.socket()
         if receive_buffer:
-            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)  # before it is connected
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)  # must be set before connecting
         caller.connect(("127.0.0.1", self.port))
         caller.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         return caller
 
     def raw(self, data: bytes, timeout: float = 20) -> bytes:
-        """Sends bytes as they are, and gives back a first whole answer, or all that comes until the server closes.
+        """Sends raw bytes. Returns the first complete response, or all bytes received until the server closes the connection.
 
-        The connection stays open for more until then: uvicorn answers nobody who has closed their side.
+        The sending side stays open meanwhile: uvicorn does not answer a client that has closed it.
         """
         answer = b""
         with socket.create_connection(("127.0.0.1", self.port), timeout=timeout) as connection:
@@ -88,6 +87,6 @@ class ThreadServer:
                     length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
                     if end and length is not None and len(body) >= int(length[1]):
                         break
-            except ConnectionError:  # it was cut while we were still sending
+            except ConnectionError:  # the server closed the connection while we were still sending
                 pass
         return answer
