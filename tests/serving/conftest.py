@@ -1,4 +1,4 @@
-"""A tiny model on disk, an app in this process, and real server processes."""
+"""Fixtures of the serving tests: a tiny model on disk, an app in this process, and a real server process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.serving.model_folder import make_model
 from tests.serving.processes import ServerProcess, wait_until_ready
 
 TINY_FLAGS = [
-    "--no-engine-process",  # which tests can look into; those of the process ask for it
-    "--no-adaptive-depth",  # how much is drafted does not depend on the time it takes
+    "--no-engine-process",  # so that tests can access the engine; tests of the engine process override it
+    "--no-adaptive-depth",  # so that the depth does not depend on timing
     "--served-model-name",
     "tiny",
     "--drafter",
@@ -29,7 +29,7 @@ TINY_FLAGS = [
     "--max-num-seqs",
     "8",
 ]
-# On a machine that does other things a grammar takes its time.
+# On a busy machine compiling a grammar takes long.
 PATIENT = ["--max-grammar-seconds", "60"]
 
 
@@ -53,7 +53,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_folder: Path) -> Iterator[ServerProcess]:
-    """A real process, shared by tests that leave it as they find it."""
+    """A real server process, shared by tests that do not change its state."""
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     with ServerProcess([str(tiny_folder), *TINY_FLAGS, *tools, *PATIENT]) as server:
         yield server
@@ -61,7 +61,7 @@ def tiny_server(tiny_folder: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture
 def in_process(tiny_folder: Path) -> Callable:
-    """`async with in_process("--api-key", "k") as (client, service)`: the app without a socket."""
+    """Starts the app without a socket: `async with in_process("--api-key", "k") as (client, service)`."""
 
     @asynccontextmanager
     async def start(*extra: str) -> AsyncIterator[tuple[httpx.AsyncClient, Service]]:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 
 import httpx
 
-# FLEDGE_START_SECONDS=1200 for a machine that does many other things.
+# Set FLEDGE_START_SECONDS=1200 on a busy machine.
 START_SECONDS = float(os.environ.get("FLEDGE_START_SECONDS", "120"))
 
 
 class ServerProcess:
-    """A server on a free port of this machine, ended when the block is left."""
+    """A server process on a free local port, killed when the block is left."""
 
     def __init__(
         self, arguments: Sequence[str], wait: bool = True, timeout: float = START_SECONDS, port: int | None = None

@@ -1,8 +1,8 @@
-"""`make soak`: a server under ordinary, rude and hostile callers for an hour; memory, files, threads and lag are recorded.
+"""`make soak`: an hour of ordinary, aborted and hostile requests; records memory, open files, threads and event-loop lag.
 
     python -m tests.serving.soak --minutes 60 [--model smollm2-135m] [--report soak.json]
 
-Prints a line of progress every ten seconds, and ends with code 1 if one of the bounds below was passed.
+Prints a line of progress every ten seconds and exits with code 1 if one of the bounds below is exceeded.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from tests.serving.test_hostile import (
 from tests.serving.test_load import free_at_the_end, one_request
 
 SAMPLE_SECONDS = 10.0
-WARM_UP = 0.2  # share of the time after which figures are compared with
-# What may be added to them by the end. Memory: a sample is taken in the middle of some callers' requests.
+WARM_UP = 0.2  # fraction of the run before the baseline is taken
+# Allowed growth from the baseline to the end. Memory includes requests that are running when a sample is taken.
 MAX_GROWTH_MIB, MAX_MORE_DESCRIPTORS, MAX_MORE_THREADS = 96, 40, 8
-# A timer of the event loop that comes so late is a stall, and at most this share of them may be.
+# An event-loop timer that is this late is a stall; at most this fraction of timers may stall.
 STALL_SECONDS, MAX_STALLS = 1.0, 1 / 1000
-MAX_WAITING = 0.05  # share of the time that the server waited for a core: above it, stalls are the machine's
-# The longest that the innocent stream may wait, for its first piece or the next. Seen here: 0.4 s.
+MAX_WAITING = 0.05  # fraction of time the server waited for a CPU core; above it, stalls are blamed on the machine
+# The longest that the background stream may wait for its first or next event. Measured: 0.4 s.
 MAX_PAUSE_SECONDS = 1.0
 ORDINARY, HOSTILE = 12, 4
-HOSTILE_ADDRESS = "127.0.0.2"  # another caller to the server: what it fills must not keep the ordinary ones out
+HOSTILE_ADDRESS = "127.0.0.2"  # a different caller to the server, so that its queues do not block ordinary ones
 PROGRESS = (
     "{seconds:7.0f} s  {requests:8,} requests  {memory_mib:6,} MiB  {descriptors:4} files  {threads:3} threads  "
     "lag {loop_lag_max_s:.2f} s, {stalls} stalls  pause {longest_pause_s:.2f} s  waited for a core {core_wait_s:.1f} s"
@@ -61,7 +61,7 @@ QUIET = ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
 
 
 def process_tree(pid: int) -> list[int]:
-    """A process and all that it started."""
+    """The ids of a process and all its descendants."""
     found = [pid]
     for one in found:
         for task in Path(f"/proc/{one}/task").glob("*/children"):
@@ -73,7 +73,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def figures_of(pids: list[int]) -> dict[str, int]:
-    """Memory, open files and threads of processes, added up."""
+    """The total memory, open files and threads of processes."""
     total = Counter[str]()
     for pid in pids:
         try:
@@ -89,7 +89,7 @@ def figures_of(pids: list[int]) -> dict[str, int]:
 
 
 def core_wait_seconds(pid: int) -> float:
-    """For how long the process's first thread, which runs the event loop, was ready and had no core."""
+    """How long the process's first thread, which runs the event loop, was runnable without a CPU core."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
@@ -115,7 +115,7 @@ class Soak:
             print(f"{self.passed:7.0f} s  PROBLEM {text}", flush=True)
 
     async def ordinary(self, client: httpx.AsyncClient, seed: int) -> None:
-        """Chats, whole and streamed, some of whose callers hang up and some of which are refused."""
+        """Sends whole and streamed chats; some clients disconnect early and some requests are invalid."""
         chance = random.Random(seed)
         while not self.is_over:
             try:
@@ -125,8 +125,8 @@ class Soak:
                 if self.server.process.poll() is not None:
                     raise AssertionError("the server ended") from error
 
-    async def innocent(self, client: httpx.AsyncClient) -> None:
-        """One stream after the other; how long it waits for its next piece."""
+    async def background(self, client: httpx.AsyncClient) -> None:
+        """Streams one answer after the other, checks that they are equal, and records the longest wait for an event."""
         body = {"prompt": "the quick brown", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
         text: str | None = None
         while not self.is_over:
@@ -139,12 +139,12 @@ class Soak:
             text = text if text is not None else "".join(said)
             if response.status_code != 200 or "".join(said) != text:
                 self.problem(
-                    f"the innocent stream: {response.status_code}, {len(text)} characters before, now {len(''.join(said))}"
+                    f"the background stream: {response.status_code}, {len(text)} characters before, now {len(''.join(said))}"
                 )
-            self.outcomes["innocent"] += 1
+            self.outcomes["background"] += 1
 
     async def hostile(self, client: httpx.AsyncClient, seed: int) -> None:
-        """Requests of the hostile set, in an order of its own."""
+        """Sends the requests of the hostile set in a random order."""
         requests: list[tuple[str, str, Any]] = [
             (path, "json", BASE[path] | {name: WRONG[kind]}) for path, name, kind in FIELD_CASES
         ]
@@ -210,16 +210,16 @@ class Soak:
         ):
             callers = [self.ordinary(client, seed) for seed in range(ORDINARY)]
             callers += [self.hostile(other, 1000 + seed) for seed in range(HOSTILE)]
-            await asyncio.gather(*callers, self.innocent(client), self.sample(client))
+            await asyncio.gather(*callers, self.background(client), self.sample(client))
 
     def judge(self, output: str) -> list[str]:
-        """What is wrong, if anything."""
+        """Returns the problems found and the bounds exceeded."""
         wrong = list(self.problems)
         warm = [one for one in self.samples if one["seconds"] >= WARM_UP * self.seconds] or self.samples
         first, last = warm[0], warm[-1]
         bounds = {"memory_mib": MAX_GROWTH_MIB, "descriptors": MAX_MORE_DESCRIPTORS, "threads": MAX_MORE_THREADS}
         for name, most in bounds.items():
-            # The least of some samples: what is kept, not what requests take for a moment.
+            # The minimum of some samples excludes memory that running requests use for a moment.
             before, after = (min(one[name] for one in some) for some in (warm[:3], warm[-3:]))
             if after > before + most:
                 wrong.append(f"{name} grew from {before} to {after}")
@@ -227,11 +227,11 @@ class Soak:
         if is_ours and last["stalls"] > MAX_STALLS * last["timers"]:
             wrong.append(f"the event loop stalled {last['stalls']} times")
         if is_ours and self.longest_pause > MAX_PAUSE_SECONDS:
-            wrong.append(f"the innocent stream waited for {self.longest_pause:.2f} s")
+            wrong.append(f"the background stream waited for {self.longest_pause:.2f} s")
         if first is last:
             wrong.append("too short to compare anything")
-        if not all(self.outcomes[kind] for kind in ("innocent", "hostile 400", "whole 200", "stream 200", "left")):
-            wrong.append(f"some kind of request never came: {dict(self.outcomes)}")
+        if not all(self.outcomes[kind] for kind in ("background", "hostile 400", "whole 200", "stream 200", "left")):
+            wrong.append(f"some kind of request was never sent: {dict(self.outcomes)}")
         if "Traceback" in output:
             wrong.append("the log has a traceback: " + output[output.index("Traceback") :][:600])
         return wrong
@@ -245,7 +245,7 @@ def main() -> None:
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         arguments = [asked.model, "--max-model-len", "2048", "--kv-cache-tokens", "8192"]
-        os.environ["PYTHONFAULTHANDLER"] = "1"  # a crash of the server says where
+        os.environ["PYTHONFAULTHANDLER"] = "1"  # a crash of the server prints a traceback
         if not asked.model:
             arguments = [str(make_model(Path(folder))), *TINY_FLAGS]
         with ServerProcess([*arguments, *LIMITS, *QUIET], timeout=600) as server:

@@ -1,4 +1,4 @@
-"""The routes, in this process: answers, streams, errors, limits."""
+"""The HTTP routes, with the app in this process: answers, streams, errors, limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(start: Callable, test: Callable[[httpx.AsyncClient, Service], Awaitable[
 
 
 async def check_all_free(service: Service) -> None:
-    """Nothing is left behind: no request, no page."""
+    """Waits for running requests, then checks that no request and no KV page is left allocated."""
     api_server, engine, deadline = service.engine, service.engine.host.loop.engine, time.monotonic() + 30
     while (api_server.num_in_flight or (engine.requests and api_server.state == "ready")) and time.monotonic() < deadline:
         await asyncio.sleep(0.01)
@@ -64,7 +64,7 @@ async def stream(client: httpx.AsyncClient, path: str = CHAT, **body: Any) -> li
     return [json.loads(event) for event in events]
 
 
-def test_a_stream_adds_up_to_the_answer(in_process) -> None:
+def test_a_stream_equals_the_whole_answer(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         body = {"temperature": 0, "max_tokens": 24, "logprobs": True, "top_logprobs": 2, "include_speculation": True}
         whole = await ask(client, **body)
@@ -86,7 +86,7 @@ def test_a_stream_adds_up_to_the_answer(in_process) -> None:
     run(in_process, test)
 
 
-def test_completions_take_texts_and_ids(in_process) -> None:
+def test_completions_take_texts_and_token_ids(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         ids = (await ask(client, "/tokenize", prompt="the cat"))["tokens"]
         body = {"temperature": 0, "max_tokens": 8, "logprobs": 1}
@@ -106,7 +106,7 @@ def test_completions_take_texts_and_ids(in_process) -> None:
     run(in_process, test)
 
 
-def test_sampling_fields_do_what_they_say(in_process) -> None:
+def test_sampling_parameters_take_effect(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         def text(answer: dict) -> str:
             return answer["choices"][0]["message"]["content"]
@@ -120,7 +120,7 @@ def test_sampling_fields_do_what_they_say(in_process) -> None:
         greedy = {"temperature": 0, "max_completion_tokens": 12}
         plain = await ask(client, logprobs=True, **greedy)
         sharp = await ask(client, temperature=1.0, min_p=1.0, max_tokens=12, seed=1)
-        assert text(sharp) == text(plain)  # only the likeliest token is left
+        assert text(sharp) == text(plain)  # only the most likely token is left
         token = (await ask(client, "/tokenize", prompt="cat"))["tokens"][-1]
         piece = (await ask(client, "/detokenize", tokens=[token]))["prompt"]
         pushed = {"logit_bias": {str(token): 30}, "temperature": 0, "max_tokens": 40}
@@ -212,7 +212,7 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_are_told_in_openais_shape(in_process) -> None:
+def test_errors_have_openais_format(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         for path, body, status, word in MISTAKES:
             response = await client.post(path, json=body)
@@ -236,7 +236,7 @@ def test_mistakes_are_told_in_openais_shape(in_process) -> None:
     run(in_process, test)
 
 
-def test_the_parameter_that_is_wrong_is_named(in_process) -> None:
+def test_errors_name_the_parameter(in_process) -> None:
     cases = [
         (TEXT, {"prompt": "a", "logprobs": 50}, "logprobs"),
         (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 50}, "top_logprobs"),
@@ -253,8 +253,8 @@ def test_the_parameter_that_is_wrong_is_named(in_process) -> None:
     run(in_process, test)
 
 
-def test_nulls_are_what_is_not_set(in_process) -> None:
-    """OpenAI's clients send them for parameters that they name and do not set."""
+def test_null_means_not_set(in_process) -> None:
+    """OpenAI's clients send null for parameters that are named but not set."""
     nulls = dict.fromkeys(
         ("n", "echo", "min_tokens", "ignore_eos", "skip_special_tokens", "speculate", "stream", "stop", "logit_bias", "best_of",
          "parallel_tool_calls", "tools", "tool_choice", "logprobs", "functions", "guided_json", "bad_words", "suffix")
@@ -273,7 +273,7 @@ def test_nulls_are_what_is_not_set(in_process) -> None:
     run(in_process, test)
 
 
-def test_older_names_and_bad_words(in_process) -> None:
+def test_guided_choice_bad_words_and_required_tools(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         guided = await ask(client, guided_choice=["cat", "dog"], max_tokens=20)
         assert guided["choices"][0]["message"]["content"] in ("cat", "dog")
@@ -291,7 +291,7 @@ def test_older_names_and_bad_words(in_process) -> None:
     run(in_process, test)
 
 
-def test_echo_is_the_prompt_as_it_was_sent(in_process) -> None:
+def test_echo_returns_the_prompt_unchanged(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         prompts = ["<|im_start|>user the  cat<|im_end|>", "naïve ﬁ"]
         for prompt in (prompts, [service.tokenizer.encode(prompt) for prompt in prompts]):
@@ -303,7 +303,7 @@ def test_echo_is_the_prompt_as_it_was_sent(in_process) -> None:
     run(in_process, test)
 
 
-def test_one_model(in_process) -> None:
+def test_the_list_of_models_has_one_model(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         listed = (await client.get("/v1/models")).json()["data"]
         assert [(await client.get(f"/v1/models/{one['id']}")).json() for one in listed] == listed
@@ -316,8 +316,8 @@ HOSTS = {"localhost": 200, "localhost:8000": 200, "127.0.0.1:80": 200, "[::1]:80
 HOSTS |= {"evil.example": 403, "evil.example.:80": 403, "127.0.0.1.evil.example": 403, "localhost.evil.example:80": 403}
 
 
-def test_a_server_of_this_machine_alone_knows_no_domains(in_process) -> None:
-    """A page whose domain points to 127.0.0.1 (DNS rebinding) is its own origin, and needs no CORS header."""
+def test_a_local_server_refuses_other_host_names(in_process) -> None:
+    """Guards against DNS rebinding: a page whose domain points to 127.0.0.1 has the server's origin, so CORS does not apply."""
 
     async def statuses(client: httpx.AsyncClient, _: Service) -> dict[str, int]:
         return {host: (await client.get("/v1/models", headers={"Host": host})).status_code for host in HOSTS}
@@ -329,9 +329,9 @@ def test_a_server_of_this_machine_alone_knows_no_domains(in_process) -> None:
     assert set(run(in_process, statuses, "--api-key", "k").values()) == {401}
 
 
-def test_health_is_open_under_a_root_path(in_process) -> None:
+def test_health_needs_no_key_under_a_root_path(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
-        behind = httpx.ASGITransport(create_app(service), root_path="/llm")  # uvicorn writes it before each path
+        behind = httpx.ASGITransport(create_app(service), root_path="/llm")  # uvicorn prepends it to each path
         async with httpx.AsyncClient(transport=behind, base_url="http://test") as proxied:
             assert (await proxied.get("/llm/health")).status_code == 200
             assert (await proxied.get("/llm/v1/models")).status_code == 401
@@ -340,7 +340,7 @@ def test_health_is_open_under_a_root_path(in_process) -> None:
     run(in_process, test, "--api-key", "right")
 
 
-def test_the_key_is_wanted_everywhere_but_at_health(in_process) -> None:
+def test_the_key_is_required_everywhere_except_for_health(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         paths = (await client.get("/openapi.json", headers={"Authorization": "Bearer right"})).json()["paths"]
         routes = [(method, path) for path, methods in paths.items() for method in methods]
@@ -361,11 +361,11 @@ def test_the_key_is_wanted_everywhere_but_at_health(in_process) -> None:
     run(in_process, test, "--api-key", "right", "other")
 
 
-def test_a_caller_that_fills_the_queue_keeps_nobody_else_out(in_process) -> None:
+def test_a_caller_that_fills_the_queue_does_not_block_others(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         engine, may_go_on = service.engine.host.loop.engine, threading.Event()
         step = engine.step
-        # No answer goes on before all were asked for, and then none of the flood is complete before the others' are.
+        # Holds all answers until all are requested; after that the flood must not complete before the others' answers.
         engine.step = lambda: time.sleep(0.005) or (step() if may_go_on.is_set() else [])
         flood = {"prompt": "a", "n": 9, "max_tokens": 300, "temperature": 1, "ignore_eos": True}
         first, second = ({"headers": {"Authorization": f"Bearer {key}"}} for key in ("first", "second"))
@@ -381,7 +381,7 @@ def test_a_caller_that_fills_the_queue_keeps_nobody_else_out(in_process) -> None
         assert (await client.post(CHAT, json=body, **first)).status_code == 503
         few = [asyncio.create_task(client.post(CHAT, json=body, **second)) for _ in range(2)]
         await until_taken(20)
-        assert (await client.post(TEXT, json=flood, **second)).status_code == 503, "room for few answers"
+        assert (await client.post(TEXT, json=flood, **second)).status_code == 503, "the reserve is for few answers"
         may_go_on.set()
         assert [(await one).status_code for one in few] == [200, 200]
         assert not any(task.done() for task in floods)
@@ -392,7 +392,7 @@ def test_a_caller_that_fills_the_queue_keeps_nobody_else_out(in_process) -> None
     run(in_process, test, "--api-key", "first", "second", "--max-num-seqs", "2", "--max-queue", "16")
 
 
-def test_a_full_queue_is_a_503_with_a_time_to_come_back(in_process) -> None:
+def test_a_full_queue_is_a_503_with_retry_after(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         body = {"messages": HELLO, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         responses = await asyncio.gather(*(client.post(CHAT, json=body) for _ in range(12)))
@@ -422,7 +422,7 @@ def test_requests_that_are_too_large_are_refused(in_process) -> None:
     run(in_process, test, "--max-request-bytes", "2K")
 
 
-def test_tokens_go_there_and_back(in_process) -> None:
+def test_tokenize_and_detokenize_round_trip(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         found = await ask(client, "/tokenize", prompt="the quick fox é", return_token_strs=True)
         assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
@@ -448,7 +448,7 @@ def test_a_final_message_is_continued(in_process) -> None:
     run(in_process, test, "--chat-template", "{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}")
 
 
-def test_usage_says_how_much_of_the_prompt_was_cached(in_process) -> None:
+def test_usage_reports_cached_prompt_tokens(in_process) -> None:
     messages = [{"role": "user", "content": "the cat sat on the mat and " * 8}]
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
@@ -475,7 +475,7 @@ def test_usage_says_how_much_of_the_prompt_was_cached(in_process) -> None:
     run(in_process, without, "--no-enable-prefix-caching")
 
 
-def test_figures_bear_vllms_names(in_process) -> None:
+def test_metrics_have_vllms_names(in_process) -> None:
     async def test(client: httpx.AsyncClient, _: Service) -> None:
         await ask(client, temperature=0, max_tokens=60, ignore_eos=True)
         text = (await client.get("/metrics")).text
@@ -498,7 +498,7 @@ def test_figures_bear_vllms_names(in_process) -> None:
     run(in_process, test)
 
 
-def test_health_tells_loading_ready_and_failing_apart(tiny_folder: Path) -> None:
+def test_health_distinguishes_loading_ready_and_failing(tiny_folder: Path) -> None:
     async def main() -> None:
         build_now = threading.Event()
 
@@ -535,8 +535,8 @@ def test_health_tells_loading_ready_and_failing_apart(tiny_folder: Path) -> None
     asyncio.run(main())
 
 
-def test_the_engine_prepares_more_only_when_it_is_quiet(in_process, monkeypatch) -> None:
-    """Requests come in bursts, and would wait for what is prepared between two of them."""
+def test_idle_preparation_starts_only_after_a_quiet_period(in_process, monkeypatch) -> None:
+    """Requests come in bursts; preparation between two of them would delay the second."""
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         await ask(client, max_tokens=4)
@@ -553,7 +553,7 @@ def test_the_engine_prepares_more_only_when_it_is_quiet(in_process, monkeypatch)
     run(in_process, test)
 
 
-def test_a_failing_step_takes_its_requests_and_no_more(in_process) -> None:
+def test_a_failing_step_fails_only_its_requests(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         engine = service.engine.host.loop.engine
         step = engine.step
@@ -567,7 +567,7 @@ def test_a_failing_step_takes_its_requests_and_no_more(in_process) -> None:
             told = await ask(client, status=500, max_tokens=4)
             assert "secret" not in json.dumps(told)
             engine.step = step
-            if round_ == 0:  # one failure is survived
+            if round_ == 0:  # the engine survives single failures
                 assert (await ask(client, max_tokens=4))["usage"]["completion_tokens"] >= 1
                 engine.step = fail
                 await ask(client, status=500, max_tokens=4)
@@ -578,12 +578,12 @@ def test_a_failing_step_takes_its_requests_and_no_more(in_process) -> None:
 
 
 @pytest.mark.parametrize("stop_after", [0, 3])
-def test_shutting_down_tells_what_is_running(in_process, stop_after: int) -> None:
+def test_running_requests_get_503_at_shutdown(in_process, stop_after: int) -> None:
     async def main() -> None:
         async with in_process() as (client, service):
             engine = service.engine.host.loop.engine
             step = engine.step
-            engine.step = lambda: (time.sleep(0.005), step())[1]  # it is not over before it is told
+            engine.step = lambda: (time.sleep(0.005), step())[1]  # still running at shutdown
             asked = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 400, "ignore_eos": True}))
             while len(engine.requests) < 1:
                 await asyncio.sleep(0.001)

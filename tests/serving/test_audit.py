@@ -30,11 +30,11 @@ SHORT = {"messages": HELLO, "max_tokens": 4}
 def test_invalid_stop_tokens_do_not_affect_other_requests(in_process) -> None:
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         vocab = service.engine.host.loop.engine.model.vocab_size
-        innocent = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 200, "ignore_eos": True}))
+        other = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 200, "ignore_eos": True}))
         for _ in range(4):
             await ask(client, status=400, max_tokens=10, stop_token_ids=[2_000_000_000], min_tokens=1)
             await ask(client, status=400, max_tokens=10, stop_token_ids=list(range(vocab)), min_tokens=2, temperature=0.8)
-        assert (await innocent).status_code == 200
+        assert (await other).status_code == 200
         assert (await client.get("/health")).status_code == 200
 
     run(in_process, test)
@@ -391,12 +391,12 @@ def test_an_ambiguous_grammar_ends_only_its_own_request(in_process) -> None:
             "temperature": 1.0,
             "seed": 1,
         }
-        innocent = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 100, "ignore_eos": True}))
+        other = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 100, "ignore_eos": True}))
         service.engine.host.loop.grammars._get_compiler().clock.limit = 0.002  # masks over 380 tokens are computed quickly
         response = await client.post(CHAT, json=body)
         assert response.status_code == 400, response.text
         assert "token masks take too long" in response.text
-        assert (await innocent).status_code == 200
+        assert (await other).status_code == 200
 
     run(in_process, test)
 
@@ -419,13 +419,13 @@ def test_a_token_that_the_matcher_accepts_slowly_does_not_block_others(in_proces
         token = service.tokenizer.encode("arguments", add_special_tokens=False)
         assert len(token) == 1
         body = SHORT | {"max_tokens": 40, "temperature": 0, "logit_bias": {str(token[0]): 100}}
-        innocent = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 400, "ignore_eos": True}))
+        other = asyncio.create_task(client.post(CHAT, json={"messages": HELLO, "max_tokens": 400, "ignore_eos": True}))
         response = await client.post(CHAT, json=body | {"structured_outputs": SLOW[1]})
         assert response.status_code == 400, response.text
         assert "token masks take too long" in response.text
         assert max(pauses) < 1.0
         assert loop.grammars.is_busy  # still computing in its thread
-        assert (await innocent).status_code == 200
+        assert (await other).status_code == 200
 
     # The first `arguments` takes 0.08 s.
     run(in_process, test, "--max-grammar-seconds", "60", "--max-mask-seconds", "0.2")

@@ -1,4 +1,4 @@
-"""The load client against a real server process, and what it makes of figures."""
+"""`bench-serve`: the load client against a real server process, its figures and its errors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def command_line() -> typer.Typer:
 
 
 @pytest.mark.parametrize(("width", "runs"), [(60, ["server"]), (80, ["speculative", "plain"]), (120, ["server"])])
-def test_the_table_cuts_no_word(width: int, runs: list[str]) -> None:
+def test_the_table_fits_the_width_without_cutting_words(width: int, runs: list[str]) -> None:
     sample = Sample(seconds=9.876, first_token_seconds=1.234, gaps=[0.123], prompt_tokens=10, completion_tokens=256)
     reports = [LoadReport(level, 10.0, [sample] * 1000, Acceptance(100, 300, 250)) for level in (1, 256)]
     console = Console(width=width, record=True, file=io.StringIO())
@@ -49,7 +49,7 @@ def test_the_table_cuts_no_word(width: int, runs: list[str]) -> None:
     assert ("ITL" in shown) == (width == 120)
 
 
-def test_levels_table_json_and_picture(tiny_server: ServerProcess, tmp_path: Path) -> None:
+def test_bench_serve_prints_a_table_and_writes_json_and_a_chart(tiny_server: ServerProcess, tmp_path: Path) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"the cat {number}"}) + "\n" for number in range(6)))
     figures, picture = tmp_path / "out.json", tmp_path / "out.png"
@@ -73,7 +73,7 @@ def test_levels_table_json_and_picture(tiny_server: ServerProcess, tmp_path: Pat
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_server_that_is_not_there_is_told_in_a_line(tmp_path: Path) -> None:
+def test_a_server_that_is_not_running_is_reported(tmp_path: Path) -> None:
     data = tmp_path / "prompts.txt"
     data.write_text("hello\n")
     result = CliRunner().invoke(command_line(), ["bench-serve", "http://127.0.0.1:9", "--data", str(data)])
@@ -81,7 +81,7 @@ def test_a_server_that_is_not_there_is_told_in_a_line(tmp_path: Path) -> None:
     assert "not running" in str(result.exception)
 
 
-def test_prompts_in_the_usual_shapes(tmp_path: Path) -> None:
+def test_prompt_files_of_common_formats(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     rows = [
         {"prompt": "a"},
@@ -98,7 +98,7 @@ def test_prompts_in_the_usual_shapes(tmp_path: Path) -> None:
         read_conversations(str(file))
 
 
-def test_figures_are_what_their_names_say() -> None:
+def test_figures_of_a_report() -> None:
     samples = [Sample(seconds=1.1, first_token_seconds=0.1, completion_tokens=11), Sample(error="gone")]
     report = LoadReport(2, 2.0, samples, Acceptance())
     assert report.per_user_tokens_per_second == pytest.approx(10)
@@ -107,9 +107,9 @@ def test_figures_are_what_their_names_say() -> None:
     assert report.errors == ["gone"]
 
 
-def test_a_stream_that_arrives_at_once_does_not_make_its_reader_fast() -> None:
+def test_tokens_that_arrive_at_once_do_not_count_as_decoding_speed() -> None:
     steady = [Sample(seconds=1.1, first_token_seconds=0.1, completion_tokens=101) for _ in range(3)]
-    # All in one read; and nearly all in the first of two reads that came 10 microseconds apart.
+    # All tokens in one read; and half of them in the first of two reads that came 10 microseconds apart.
     at_once = Sample(seconds=1.1, first_token_seconds=1.1, completion_tokens=101, first_arrival_share=1.0)
     nearly = Sample(seconds=1.10001, first_token_seconds=1.1, completion_tokens=101, first_arrival_share=0.5)
     report = LoadReport(5, 1.2, [*steady, at_once, nearly], Acceptance())
@@ -124,7 +124,7 @@ def test_a_stream_that_arrives_at_once_does_not_make_its_reader_fast() -> None:
     assert LoadReport(1, 2.0, [half], Acceptance()).per_user_tokens_per_second == pytest.approx(50)
 
 
-def test_metrics_that_fail_at_the_end_are_no_negative_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_fail_at_the_end_give_no_negative_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([Acceptance(5.0, 10.0, 7.0, (4.0, 3.0)), None])
 
     async def read(_: Any) -> Acceptance | None:
@@ -136,7 +136,7 @@ def test_metrics_that_fail_at_the_end_are_no_negative_counts(monkeypatch: pytest
 
 
 def test_events_of_one_read_arrive_together() -> None:
-    """A server that holds its events back and sends them in two bursts, 0.2 s apart."""
+    """The server sends its events in two bursts, 0.2 s apart. All events of one read get the same arrival time."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
@@ -168,12 +168,12 @@ def test_events_of_one_read_arrive_together() -> None:
     assert sample.decode_tokens == pytest.approx(20)
     waited = sample.seconds - sample.first_token_seconds
     assert report.per_user_tokens_per_second == pytest.approx(20 / waited)
-    assert waited > 0.19  # and what the machine adds
+    assert waited > 0.19  # no upper bound, for a busy machine
 
 
 DONE = b"data: [DONE]\n\n"
 USAGE = b'data: {"usage": {"completion_tokens": 1}}\n\n'
-ODD_STREAMS = {
+INVALID_STREAMS = {
     b"data: 5\n\n": "does not follow the API",
     b"data: []\n\n": "does not follow the API",
     b"data: {\n\n": "does not follow the API",
@@ -190,12 +190,12 @@ ODD_STREAMS = {
 }
 
 
-@pytest.mark.parametrize("stream", ODD_STREAMS)
-def test_an_odd_stream_is_an_error_of_its_sample(stream: bytes) -> None:
-    assert ODD_STREAMS[stream] in (read_stream(0.0, [(1.0, stream)]).error or "")
+@pytest.mark.parametrize("stream", INVALID_STREAMS)
+def test_an_invalid_stream_is_an_error_of_its_sample(stream: bytes) -> None:
+    assert INVALID_STREAMS[stream] in (read_stream(0.0, [(1.0, stream)]).error or "")
 
 
-def test_a_null_error_is_none() -> None:
+def test_a_null_error_field_is_no_error() -> None:
     text = b'data: {"error": null, "choices": [{"delta": {"content": "hi"}}]}\n\n'
     for end in (DONE, DONE.strip()):
         sample = read_stream(0.0, [(1.0, text), (2.0, USAGE + end)])
@@ -209,7 +209,7 @@ def test_a_stream_may_have_no_space_after_the_colon() -> None:
         assert (sample.error, sample.completion_tokens) == (None, 1)
 
 
-def test_a_client_process_asks_nothing_when_the_others_have_failed() -> None:
+def test_a_client_process_sends_nothing_unless_it_is_told_to_go() -> None:
     task = pickle.dumps((LoadSettings("http://127.0.0.1:9"), [[{"role": "user", "content": "x"}]], 1))
     command = [sys.executable, "-m", "fledge.bench.load_client"]
     done = subprocess.run(command, input=task, capture_output=True, timeout=60)  # its input ends without "go"
@@ -217,14 +217,14 @@ def test_a_client_process_asks_nothing_when_the_others_have_failed() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e308, "x", None])
-def test_odd_log_probabilities_are_no_answer(value: Any) -> None:
+def test_invalid_log_probabilities_are_refused(value: Any) -> None:
     entry = {"token": "x", "logprob": value, "top_logprobs": []}
     with pytest.raises(Broken, match="does not follow the API"):
         _whole({"choices": [{"message": {"content": "x"}, "logprobs": {"content": [entry]}}]})
 
 
 @pytest.mark.parametrize("models", [b"[]", b"5", b'{"data": null}', b'{"data": [5]}', b'{"data": {}}', b'{"data": []}'])
-def test_an_odd_server_is_told_in_a_line(models: bytes) -> None:
+def test_a_server_with_an_invalid_model_list_is_reported(models: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + models)
@@ -243,14 +243,14 @@ def test_an_odd_server_is_told_in_a_line(models: bytes) -> None:
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://127.0.0.1:99999", "http://", "http://a\nb"])
-def test_what_is_no_url(url: str) -> None:
+def test_invalid_urls_are_refused(url: str) -> None:
     with pytest.raises(UserError, match="not a URL"):
         LoadSettings(url)
     with pytest.raises(UserError, match="not a URL"):
         Endpoint.open(url)
 
 
-def test_keys_stay_out_of_headers_urls_and_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_keys_are_refused_and_keys_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("schlüssel", "a\nb"):
         with pytest.raises(UserError, match="API key"):
             LoadSettings("http://127.0.0.1:1", api_key=key)
@@ -278,7 +278,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n1a;
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_responses_are_read_however_they_are_cut(size: int) -> None:
+def test_responses_are_parsed_in_pieces_of_any_size(size: int) -> None:
     reader, body = ResponseReader(), b""
     for at in range(0, len(CHUNKED), size):
         assert not reader.is_complete or at > len(CHUNKED) - 4
@@ -318,7 +318,7 @@ def test_acceptance_is_read_from_prometheus_text() -> None:
     assert Acceptance.parse("").length is None
 
 
-def test_the_commit_is_not_that_of_a_repository_around_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorded_commit_is_not_that_of_an_enclosing_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
     for words in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "x"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
@@ -329,7 +329,7 @@ def test_the_commit_is_not_that_of_a_repository_around_the_package(tmp_path: Pat
     assert provenance()["commit"]
 
 
-def test_serve_passes_everything_on() -> None:
+def test_serve_passes_all_arguments_to_the_servers_parser() -> None:
     runner = CliRunner()
     assert "--speculative-config" in runner.invoke(command_line(), ["serve", "--help"]).output
     refused = runner.invoke(command_line(), ["serve", "some/model", "--tensor-parallel-size", "4"])
@@ -337,8 +337,8 @@ def test_serve_passes_everything_on() -> None:
     assert "--engine vllm" in str(refused.exception)
 
 
-def test_a_client_process_sends_all_that_it_measured_unbuffered_too():
-    """With PYTHONUNBUFFERED a single write to a pipe ends after 64 KiB."""
+def test_a_client_process_sends_large_results_when_unbuffered():
+    """With PYTHONUNBUFFERED a single write to a pipe stops after 64 KiB, so the process must write the rest, too."""
     code = """
 from fledge.bench import load_client
 def measured(work):

@@ -1,4 +1,4 @@
-"""The engine in a process of its own behind several HTTP processes: the same answers, and an orderly end, whoever dies."""
+"""The engine in its own process behind several HTTP processes: the same answers, and a clean exit whichever process dies."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.serving.processes import ServerProcess
 from tests.serving.test_api import CHAT, HELLO, TEXT
 from tests.serving.test_audit import SLOW
 
-APART = [*TINY_FLAGS, *PATIENT, "--engine-process", "--disable-uvicorn-access-log"]
-AT_ONCE = 20  # seconds on a machine that does other things; on an idle one it is milliseconds
+SEPARATE = [*TINY_FLAGS, *PATIENT, "--engine-process", "--disable-uvicorn-access-log"]
+MAX_DELAY = 20  # seconds, for a busy machine; on an idle one it takes milliseconds
 ENDLESS = {"messages": HELLO, "max_tokens": 480, "ignore_eos": True, "stream": True}
 GREEDY = {"messages": HELLO, "temperature": 0, "max_tokens": 24, "ignore_eos": True}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -42,7 +42,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 
 def start(folder: Path, *more: str) -> ServerProcess:
-    return ServerProcess([str(folder), *APART, *more])
+    return ServerProcess([str(folder), *SEPARATE, *more])
 
 
 def ended(pid: int) -> bool:
@@ -60,7 +60,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def children(server: ServerProcess) -> dict[str, list[psutil.Process]]:
-    """By what they are: the engine, HTTP workers."""
+    """The server's child processes by role: the engine and the HTTP workers."""
     found: dict[str, list[psutil.Process]] = {"engine": [], "worker": []}
     for child in psutil.Process(server.process.pid).children():
         words = " ".join(child.cmdline())
@@ -78,7 +78,7 @@ def server(tiny_folder: Path) -> Iterator[ServerProcess]:
 
 
 def num_requests(server: ServerProcess) -> float:
-    """Requests that the engine has, running or waiting."""
+    """The number of requests in the engine, running or waiting."""
     lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
@@ -103,7 +103,7 @@ def streamed(url: str, path: str, body: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(len(REQUESTS)))
-def test_answers_are_those_of_an_engine_in_a_thread(server: ServerProcess, tiny_server: ServerProcess, number: int) -> None:
+def test_answers_equal_those_of_an_engine_in_a_thread(server: ServerProcess, tiny_server: ServerProcess, number: int) -> None:
     path, body = REQUESTS[number]
     choices, count = answer(server.url, path, body)
     assert (choices, count) == answer(tiny_server.url, path, body)
@@ -111,19 +111,19 @@ def test_answers_are_those_of_an_engine_in_a_thread(server: ServerProcess, tiny_
     assert streamed(server.url, path, body) == whole
 
 
-def test_figures_of_all_processes_are_in_one_place(server: ServerProcess) -> None:
+def test_every_http_process_reports_the_same_totals(server: ServerProcess) -> None:
     def tokens() -> float:
         lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
         return float(next(line for line in lines if line.startswith("vllm:generation_tokens_total")).rsplit(" ", 1)[1])
 
     before = tokens()
-    for _ in range(8):  # over new connections, which the system spreads
+    for _ in range(8):  # over new connections, which the system distributes over the processes
         answer(server.url, CHAT, GREEDY)
     assert [tokens() for _ in range(8)] == [before + 8 * 24] * 8
 
 
 def connect(server: ServerProcess, process: psutil.Process) -> http.client.HTTPConnection:
-    """A connection that this process of the server has taken; the system spreads them."""
+    """Opens connections until this process of the server accepts one; the system distributes them over the processes."""
     for _ in range(200):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.connect()
@@ -136,8 +136,8 @@ def connect(server: ServerProcess, process: psutil.Process) -> http.client.HTTPC
     raise AssertionError("no connection reached the process")
 
 
-def test_a_process_hears_that_others_have_room_again(tiny_folder: Path) -> None:
-    """Also one that has no tokens to receive: an idle server would stay full in its eyes."""
+def test_http_processes_learn_when_others_free_capacity(tiny_folder: Path) -> None:
+    """An HTTP process without running requests must be told, too, or it would report a full server for ever."""
 
     def ask(connection: http.client.HTTPConnection, **body: Any) -> int:
         connection.request("POST", TEXT, json.dumps({"prompt": "the cat"} | body), {"Content-Type": "application/json"})
@@ -159,7 +159,7 @@ def test_a_process_hears_that_others_have_room_again(tiny_folder: Path) -> None:
             deadline = time.monotonic() + 30
             while is_ready(here) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert not is_ready(here), "the other process has all of the room"
+            assert not is_ready(here), "the other process uses the whole capacity"
             assert not busy.done()
             assert ask(here, max_tokens=2, n=4) == 503
             assert busy.result() == 200
@@ -171,8 +171,8 @@ def test_a_process_hears_that_others_have_room_again(tiny_folder: Path) -> None:
         assert ask(here, max_tokens=2, n=8) == 200
 
 
-def test_learning_is_the_engine_processes(tiny_folder: Path, tmp_path: Path) -> None:
-    """Requests that say no come to the engine as such; what it learnt is told by /metrics, and is on disk when it has ended."""
+def test_learning_runs_in_the_engine_process(tiny_folder: Path, tmp_path: Path) -> None:
+    """Opt-outs reach the engine, /metrics has its learning figures, and the drafter is on disk after the engine has exited."""
 
     def figures() -> dict[str, float]:
         lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
@@ -188,7 +188,7 @@ def test_learning_is_the_engine_processes(tiny_folder: Path, tmp_path: Path) -> 
         assert found["fledge:learn_requests_total"] == 8
         assert found["fledge:learn_opted_out_total"] == 2
         assert found["fledge:learn_stopped"] == 0
-        # Figures are given while it trains between requests. It may have trained on all it has before the last answer came.
+        # Figures are updated while it trains between requests; it may have finished training before the last answer.
         wait_for(lambda: figures()["fledge:learn_steps_total"] > 0)
         wait_for(lambda: figures()["fledge:learn_idle_seconds_total"] > 0)
         process = next(iter(children(server)["engine"]))
@@ -196,7 +196,7 @@ def test_learning_is_the_engine_processes(tiny_folder: Path, tmp_path: Path) -> 
     assert (tmp_path / "learnt" / "current.json").is_file()
 
 
-def test_http_processes_have_no_torch(server: ServerProcess) -> None:
+def test_http_processes_do_not_load_torch(server: ServerProcess) -> None:
     found = children(server)
     assert len(found["engine"]) == len(found["worker"]) == 1
     for process in (psutil.Process(server.process.pid), *found["worker"]):
@@ -211,7 +211,7 @@ def test_a_port_is_not_shared_with_another_server(server: ServerProcess, tiny_fo
         "fledge",
         "serve",
         str(tiny_folder),
-        *APART,
+        *SEPARATE,
         "--api-workers",
         "2",
         "--port",
@@ -237,20 +237,20 @@ def test_a_killed_engine_ends_the_server_with_a_reason(tiny_folder: Path) -> Non
                 return 0, repr(error), time.monotonic()
 
         asked = [threads.submit(ask, stream) for stream in (True, False) * 6]
-        wait_for(lambda: num_requests(server) + sum(one.done() for one in asked) >= 12)  # all have come
+        wait_for(lambda: num_requests(server) + sum(one.done() for one in asked) >= 12)  # all have arrived
         found["engine"][0].kill()
         killed = time.monotonic()
         late = [threads.submit(ask, False) for _ in range(4)]
         for status, text, at in [one.result() for one in asked]:
-            assert at - killed < AT_ONCE
-            # Whole ones get the status, streams an event; those that were complete before are right.
+            assert at - killed < MAX_DELAY
+            # Whole answers get the status, streams an error event; some were complete before.
             assert status == 503 or "not running" in text or "[DONE]" in text or '"finish_reason":"length"' in text, (
                 status,
                 text,
             )
         assert any("not running" in one.result()[1] for one in asked)
         for status, text, at in [one.result() for one in late]:
-            assert at - killed < AT_ONCE
+            assert at - killed < MAX_DELAY
             assert status in (0, 503), text
         assert server.process.wait(60) == 1
         assert "was killed by SIGKILL" in server.output().splitlines()[-1]
@@ -258,7 +258,7 @@ def test_a_killed_engine_ends_the_server_with_a_reason(tiny_folder: Path) -> Non
         wait_for(lambda: all(ended(worker.pid) for worker in found["worker"]))
 
 
-def test_nothing_outlives_a_killed_main_process(tiny_folder: Path) -> None:
+def test_all_processes_exit_when_the_main_one_is_killed(tiny_folder: Path) -> None:
     with start(tiny_folder, "--api-workers", "2") as server:
         found = [one.pid for kind in children(server).values() for one in kind]
         assert len(found) == 2
@@ -266,7 +266,7 @@ def test_nothing_outlives_a_killed_main_process(tiny_folder: Path) -> None:
             asked = threads.submit(httpx.post, server.url + CHAT, json=ENDLESS, timeout=60)
             time.sleep(0.2)
             server.process.send_signal(signal.SIGKILL)
-            with contextlib.suppress(httpx.TransportError):  # unless it was complete
+            with contextlib.suppress(httpx.TransportError):  # raised unless the answer was complete
                 asked.result()
         wait_for(lambda: all(ended(pid) for pid in found))
         port = server.port
@@ -283,14 +283,14 @@ def test_a_killed_http_process_ends_the_server(tiny_folder: Path) -> None:
         wait_for(lambda: ended(found["engine"][0].pid))
 
 
-def test_sigterm_drains_all_processes(tiny_folder: Path) -> None:
+def test_sigterm_completes_running_requests_in_all_processes(tiny_folder: Path) -> None:
     with (
         start(tiny_folder, "--api-workers", "2") as server,
         ThreadPoolExecutor(12) as threads,
     ):
         found = [one.pid for kind in children(server).values() for one in kind]
         asked = [threads.submit(lambda: httpx.post(server.url + CHAT, json=ENDLESS, timeout=60).text) for _ in range(12)]
-        wait_for(lambda: num_requests(server) + sum(one.done() for one in asked) >= 12)  # all have come
+        wait_for(lambda: num_requests(server) + sum(one.done() for one in asked) >= 12)  # all have arrived
         assert server.terminate(120) == 0
         assert all('"finish_reason":"length"' in one.result() for one in asked)
         assert all(ended(pid) for pid in found)
@@ -319,8 +319,8 @@ def _is_orphaned_grammar_worker(process: psutil.Process) -> bool:
 
 
 def test_the_server_is_healthy_when_every_http_process_is(tiny_folder: Path) -> None:
-    """The next connection may reach any of them: after a 200 from /health none may answer that the model is loading."""
-    with ServerProcess([str(tiny_folder), *APART, "--api-workers", "2"], wait=False) as server:
+    """A connection may reach any HTTP process: after a 200 from /health, none may answer that the model is loading."""
+    with ServerProcess([str(tiny_folder), *SEPARATE, "--api-workers", "2"], wait=False) as server:
         wait_for(lambda: bool(children(server)["worker"]))
         worker = children(server)["worker"][0]
         worker.suspend()  # before it listens: connections reach the main process alone
@@ -345,5 +345,5 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_reason(tmp_path:
     with ServerProcess([str(tmp_path), "--engine-process", "--api-workers", "2"], wait=False) as server:
         assert server.process.wait(60) == 1
         last = server.output().strip().splitlines()[-1]
-        assert last.startswith(f"fledge: {tmp_path}: ")  # the engine's own words, not that it ended
+        assert last.startswith(f"fledge: {tmp_path}: ")  # the engine's own message, not that it exited
         assert "Traceback" not in server.output()

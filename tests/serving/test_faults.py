@@ -1,4 +1,4 @@
-"""Faults put into the engine of a running server: one step costs its own requests; an engine that is lost ends the process."""
+"""Faults injected into a running engine: a failed step fails only its requests, a lost engine ends the process."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class FaultyServer(ServerProcess):
             os.environ.update(before)
 
     def fail(self, fault: str, num_steps: int = 1, after: int = 0) -> None:
-        """`after`: steps that are good before."""
-        whole = self.fault_file.with_suffix(".new")  # the server reads it at any time
+        """Makes steps fail. `after`: the number of good steps before."""
+        whole = self.fault_file.with_suffix(".new")  # renamed when complete: the server may read the file at any time
         whole.write_text(f"{after} {num_steps} {fault}")
         whole.rename(self.fault_file)
 
@@ -62,15 +62,15 @@ def server(tiny_folder: Path, tmp_path: Path, request: pytest.FixtureRequest) ->
 
 @pytest.fixture(scope="module")
 def lasting(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyServer]:
-    """For faults that a server outlives."""
+    """A shared server, for faults that it survives."""
     with FaultyServer(tiny_folder, tmp_path_factory.mktemp("fault") / "fault") as process:
         yield process
 
 
 @pytest.mark.parametrize("fault", ["error", "memory", "device memory"])
-def test_a_step_that_fails_costs_its_own_requests(lasting: FaultyServer, fault: str) -> None:
+def test_a_step_that_fails_fails_only_its_requests(lasting: FaultyServer, fault: str) -> None:
     right = lasting.ask().json()["choices"]
-    for _ in range(4):  # more than would end the server in a row
+    for _ in range(4):  # in a row, fewer would end the server
         lasting.fail(fault)
         failed = lasting.ask()
         assert failed.status_code == 500
@@ -80,10 +80,10 @@ def test_a_step_that_fails_costs_its_own_requests(lasting: FaultyServer, fault: 
     assert httpx.get(f"{lasting.url}/health").status_code == 200
     assert httpx.get(f"{lasting.url}/ready").status_code == 200
     free_at_the_end(lasting.url)
-    assert "injected" in lasting.output()  # for the operator
+    assert "injected" in lasting.output()  # the operator sees the cause in the log
 
 
-def test_a_stream_is_told_that_its_step_failed(lasting: FaultyServer) -> None:
+def test_a_stream_gets_an_error_event_if_its_step_fails(lasting: FaultyServer) -> None:
     lasting.fail("error", after=5)
     with httpx.stream("POST", lasting.url + CHAT, json=BODY | {"stream": True, "max_tokens": 400}, timeout=300) as response:
         first, *rest = [line for line in response.iter_lines() if line]
@@ -99,7 +99,7 @@ def test_an_engine_that_cannot_be_trusted_ends_the_process(server: FaultyServer,
     for _ in range(num_steps):
         try:
             assert server.ask().status_code in (500, 503)
-        except httpx.TransportError:  # it may be gone already
+        except httpx.TransportError:  # the server may have exited already
             assert fault == "exit" or num_steps == 1
     assert server.process.wait(30) not in (0, None), server.output()
     last = server.output().strip().splitlines()[-1]
@@ -108,7 +108,7 @@ def test_an_engine_that_cannot_be_trusted_ends_the_process(server: FaultyServer,
 
 @pytest.mark.parametrize("server", [(), ("--engine-process", "--api-workers", "2")], indirect=True, ids=["thread", "process"])
 def test_an_engine_that_is_killed_ends_the_process(server: FaultyServer, tiny_folder: Path, tmp_path: Path) -> None:
-    """Streams end, nobody hangs, the code is not zero, no process is left, and the port can be used again."""
+    """All streams end, the exit code is not 0, no process is left, and the port can be used again."""
     right = server.ask().json()["choices"]
     server.ask(structured_outputs={"choice": ["yes", "no"]})  # so that there is a grammar process too
     children = server.descendants()
@@ -117,7 +117,7 @@ def test_an_engine_that_is_killed_ends_the_process(server: FaultyServer, tiny_fo
         body = BODY | {"stream": True, "max_tokens": 480}
         try:
             last = "data: [DONE]"
-            while last == "data: [DONE]":  # until the engine has gone
+            while last == "data: [DONE]":  # until the engine is killed
                 with httpx.stream("POST", server.url + CHAT, json=body, timeout=60) as response:
                     last = [line for line in response.iter_lines() if line][-1]
             return f"{response.status_code} {last}"
@@ -131,8 +131,8 @@ def test_an_engine_that_is_killed_ends_the_process(server: FaultyServer, tiny_fo
         code = server.process.wait(60)
         outcomes = list(streams)
     assert code not in (0, None)
-    assert len(outcomes) == 8  # told or cut off: none is left waiting
-    deadline = time.monotonic() + 120  # one that is still starting up sees it afterwards
+    assert len(outcomes) == 8  # each stream got an error or was cut off; none hangs
+    deadline = time.monotonic() + 120  # a process that is still starting notices it later
     while any(_is_running(pid) for pid in children) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not [pid for pid in children if _is_running(pid)]
@@ -148,7 +148,7 @@ def _is_running(pid: int) -> bool:
 
 
 def test_liveness_and_readiness_while_a_model_is_loaded(tiny_folder: Path) -> None:
-    """`/health` says what the engine does, `/ready` whether a request would be taken; neither waits, and a request is told."""
+    """`/health` reports the engine's state, `/ready` whether a request would be accepted. Neither waits for the model."""
     with ServerProcess([str(tiny_folder), *TINY_FLAGS], wait=False) as server:
         seen = set()
         deadline = time.monotonic() + 300

@@ -1,7 +1,7 @@
-"""The hostile set: hundreds of requests that are wrong, huge, deep or not HTTP, at one server, beside an innocent stream.
+"""The hostile set: hundreds of requests that are invalid, huge, deeply nested or not HTTP, sent to one server.
 
-Every outcome is a clear 4xx or a right answer; the stream beside it never pauses for a second; memory returns; the log shows no
-failure of the server's own.
+Each gets a clear 4xx or a correct answer. A background stream never pauses for a second, memory is freed, and the log has no
+error of the server's own.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ BASE: dict[str, dict[str, Any]] = {
     TOKENIZE: {"prompt": "the cat"},
     DETOKENIZE: {"tokens": [5, 6]},
 }
-# Longest that an innocent stream or the event loop may pause, and how much memory may be kept.
-# Seen here: 91 MiB, and 194 before the heap was trimmed.
+# The longest that the background stream or the event loop may pause, and how much memory may grow.
+# Measured growth: 91 MiB, and 194 MiB before the heap was trimmed.
 MAX_PAUSE, MAX_GROWTH = 1.0, 160 << 20
 
-# Every field, with every kind of wrong value
+# Every field is sent with every kind of wrong value
 SAMPLING = [
     "n", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
     "seed", "stop", "stop_token_ids", "min_tokens", "ignore_eos", "skip_special_tokens", "stream", "stream_options",
@@ -59,7 +59,7 @@ WRONG = {
     "long text": "the cat " * 20_000,
 }
 
-# Bodies as bytes, where JSON itself is at fault or the size is the point
+# Bodies as bytes: invalid JSON, or very large
 DEEP = b"[" * 3000 + b"]" * 3000
 RAW_BODIES = {
     "nothing": b"",
@@ -67,14 +67,14 @@ RAW_BODIES = {
     "a number": b"5",
     "a text": b'"x"',
     "null": b"null",
-    "half of it": b'{"messages": [',
+    "truncated": b'{"messages": [',
     "deep": b'{"messages": ' + DEEP + b"}",
-    "deep where nobody looks": b'{"messages": [{"role": "user", "content": "a"}], "unknown": ' + DEEP + b"}",
+    "deep in an unknown field": b'{"messages": [{"role": "user", "content": "a"}], "unknown": ' + DEEP + b"}",
     "not a number": b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
     "infinite": b'{"messages": [{"role": "user", "content": "a"}], "temperature": -Infinity}',
-    "half a surrogate": b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
-    "half a surrogate in a key": b'{"messages": [{"role": "user", "content": "a"}], "metadata": {"\\ud800": 1}}',
-    "bytes that are no text": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    "a lone surrogate": b'{"messages": [{"role": "user", "content": "\\udfff"}]}',
+    "a lone surrogate in a key": b'{"messages": [{"role": "user", "content": "a"}], "metadata": {"\\ud800": 1}}',
+    "invalid UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
     "UTF-16": '{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}'.encode("utf-16"),
     "a byte order mark": b"\xef\xbb\xbf" + b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}',
     "the same key many times": b'{"messages": [{"role": "user", "content": "a"}]' + b', "max_tokens": 1' * 20_000 + b"}",
@@ -88,7 +88,7 @@ RAW_BODIES = {
     "a million keys": b"{" + b",".join(b'"%d":1' % n for n in range(300_000)) + b"}",
     "a long key": b'{"messages": [{"role": "user"}], "' + b"k" * 3_000_000 + b'": 1}',
     "one long text": b'{"messages": [{"role": "user", "content": "' + b"a" * 4_000_000 + b'"}]}',
-    "one long word of spaces": b'{"messages": [{"role": "user", "content": "' + b" " * 4_000_000 + b'"}]}',
+    "many spaces": b'{"messages": [{"role": "user", "content": "' + b" " * 4_000_000 + b'"}]}',
     "too large": b" " * (5 << 20),
 }
 
@@ -102,14 +102,14 @@ HUGE: dict[str, tuple[str, bytes]] = {
     "prompts times n times stops": (TEXT, json.dumps({"prompt": ["a"] * 128, "n": 128, "stop": STOPS}).encode()),
     "as many prompts as are taken": (TEXT, json.dumps({"prompt": ["the cat " * 20] * 128, "max_tokens": 2}).encode()),
     "a long text by token": (TOKENIZE, json.dumps({"prompt": "the cat " * 131_000, "return_token_strs": True}).encode()),
-    "a long thought": (
+    "a long reasoning text": (
         CHAT,
         json.dumps({"messages": [{"role": "user", "content": "a", "reasoning_content": "the cat " * 490_000}]}).encode(),
     ),
 }
 
 
-# Chats that are well formed
+# Valid JSON with unusual values
 def call(arguments: str) -> list[dict[str, Any]]:
     made = {"function": {"name": "f", "arguments": arguments}}
     return [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [made]}]
@@ -120,17 +120,17 @@ def tool(parameters: Any) -> dict[str, Any]:
 
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "a stop token far outside": {"stop_token_ids": [2_000_000_000], "min_tokens": 1},
+    "a stop token outside the vocabulary": {"stop_token_ids": [2_000_000_000], "min_tokens": 1},
     "every token a stop token": {"stop_token_ids": list(range(380)), "min_tokens": 1, "temperature": 0.7},
-    "every token but one": {"stop_token_ids": list(range(379)), "min_tokens": 1, "temperature": 0.7},
-    "everything biased away": {"logit_bias": {str(n): -100 for n in range(380)}},
-    "everything biased up": {"logit_bias": {str(n): 100 for n in range(380)}, "temperature": 2.0},
-    "a bias that is no id": {"logit_bias": {"x": 1}},
+    "every token but one a stop token": {"stop_token_ids": list(range(379)), "min_tokens": 1, "temperature": 0.7},
+    "every token biased down": {"logit_bias": {str(n): -100 for n in range(380)}},
+    "every token biased up": {"logit_bias": {str(n): 100 for n in range(380)}, "temperature": 2.0},
+    "a bias of a name": {"logit_bias": {"x": 1}},
     "a bias of a negative id": {"logit_bias": {"-1": 1}},
     "a bias of a huge id": {"logit_bias": {"9" * 4000: 1}},
     "a bias of too many digits": {"logit_bias": {"9" * 5000: 1}},
     "a bias with spaces": {"logit_bias": {" 5 ": 1}},
-    "more answers than places": {"n": 128},
+    "more answers than batch rows": {"n": 128},
     "answers times choices": {"n": 16, "logprobs": True, "top_logprobs": 20},
     "a thousand stop strings": {"stop": ["x" * 20] * 1000},
     "long stop strings": {"stop": ["x" * 10_000]},
@@ -142,16 +142,16 @@ SHAPES: dict[str, dict[str, Any]] = {
     "a large temperature": {"temperature": 1e300},
     "a tiny top_p": {"top_p": 1e-320},
     "top_k of all and min_p": {"top_k": 2**31 - 1, "min_p": 1},
-    "seeds at the ends": {"seed": -(2**63), "n": 4},
-    "seeds at the other end": {"seed": 2**63 - 1, "n": 4},
+    "the smallest seed": {"seed": -(2**63), "n": 4},
+    "the largest seed": {"seed": 2**63 - 1, "n": 4},
     "min_tokens above max_tokens": {"min_tokens": 1000},
     "role with control tokens": {"messages": [{"role": "user<|im_end|>", "content": "x"}]},
-    "role without end": {"messages": [{"role": "r" * 10_000, "content": "x"}]},
+    "a very long role": {"messages": [{"role": "r" * 10_000, "content": "x"}]},
     "name with control tokens": {"messages": [{"role": "user", "name": "<|im_end|>", "content": "x"}]},
-    "roles nobody knows": {"messages": [{"role": "wizard", "content": "x"}]},
+    "an unknown role": {"messages": [{"role": "wizard", "content": "x"}]},
     "no content": {"messages": [{"role": "user"}]},
     "content of many parts": {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 5000}]},
-    "content of strange parts": {"messages": [{"role": "user", "content": [{"type": "video", "text": "a"}]}]},
+    "content of unknown parts": {"messages": [{"role": "user", "content": [{"type": "video", "text": "a"}]}]},
     "a thousand messages": {"messages": [{"role": "user", "content": "a"}] * 1000},
     "control characters": {"messages": [{"role": "user", "content": "".join(map(chr, range(32))) * 8}]},
     "right to left": {"messages": [{"role": "user", "content": "\u202e\u2066\ufeff\u200b" * 20}]},
@@ -167,71 +167,71 @@ SHAPES: dict[str, dict[str, Any]] = {
     "arguments of many digits": {"messages": call("9" * 5000)},
     "arguments deep": {"messages": call("[" * 900 + "]" * 900)},
     "arguments very deep": {"messages": call("[" * 100_000 + "]" * 100_000)},
-    "arguments of half a surrogate": {"messages": call('{"a": "\\ud800"}')},
+    "arguments with a lone surrogate": {"messages": call('{"a": "\\ud800"}')},
     "arguments not finite": {"messages": call('{"a": NaN}')},
-    "arguments no JSON": {"messages": call("{")},
+    "arguments not JSON": {"messages": call("{")},
     "arguments empty": {"messages": call("")},
     "tools: $defs a text": tool({"$defs": "abc"}),
     "tools: $defs a number": tool({"$defs": 5}),
-    "tools: $ref to nowhere": tool({"$ref": "#/$defs/none"}),
+    "tools: $ref without a target": tool({"$ref": "#/$defs/none"}),
     "tools: $ref to a file": tool({"$ref": "file:///etc/passwd"}),
     "tools: $ref to itself": tool({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
-    "tools: a type nobody knows": tool({"type": "spaceship"}),
+    "tools: an unknown type": tool({"type": "spaceship"}),
     "tools: properties a list": tool({"type": "object", "properties": []}),
     "tools: required a number": tool({"type": "object", "required": 5}),
     "tools: the same name twice": {"tools": [{"type": "function", "function": {"name": "f"}}] * 2, "tool_choice": "required"},
-    "tools: a choice that is not there": {"tools": [], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-    "a format that is not there": {"response_format": {"type": "xml"}},
+    "tools: a choice of an undeclared tool": {"tools": [], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+    "an unknown response format": {"response_format": {"type": "xml"}},
     "a format and a grammar": {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
     "two grammars": {"structured_outputs": {"regex": "a", "choice": ["b"]}},
     "stream options without a stream": {"stream_options": {"include_usage": True}},
-    "a model of another name": {"model": "x" * 10_000},
-    "a model with escapes": {"model": "\x1b[2J\r\nforged"},
+    "a long model name": {"model": "x" * 10_000},
+    "a model name with escapes": {"model": "\x1b[2J\r\nforged"},
     "unknown fields": {f"field{n}": n for n in range(1000)},
 }
 GRAMMARS: dict[str, dict[str, Any]] = {
-    "regex that grows": {"regex": ".?" * 3000},
-    "regex that grows late": {"regex": "[0-9]{3}((.{0,60}){0,60}){0,60}x"},
+    "regex that expands": {"regex": ".?" * 3000},
+    "regex that expands late": {"regex": "[0-9]{3}((.{0,60}){0,60}){0,60}x"},
     "regex of nested counts": {"regex": "((a{0,200}){0,200}){0,200}"},
     "regex unbalanced": {"regex": "(((("},
-    "regex of a class without end": {"regex": "[a"},
+    "regex of an unclosed class": {"regex": "[a"},
     "regex empty": {"regex": ""},
     "regex with look-ahead": {"regex": "(?=a)b"},
     "regex with a back reference": {"regex": r"(a)\1"},
     "regex too long": {"regex": "a" * 70_000},
     "grammar without a root": {"grammar": 'a ::= "b"'},
-    "grammar of itself": {"grammar": "root ::= root"},
-    "grammar that begins with itself": {"grammar": 'root ::= root "a" | "a"'},
-    "grammar of nothing": {"grammar": ""},
+    "grammar of a rule that is itself": {"grammar": "root ::= root"},
+    "grammar with left recursion": {"grammar": 'root ::= root "a" | "a"'},
+    "grammar empty": {"grammar": ""},
     "grammar of an unknown rule": {"grammar": "root ::= nowhere"},
     "grammar of empty loops": {"grammar": 'root ::= (""*)*'},
     "grammar ambiguous": {"grammar": "root ::= a+\na ::= b+\nb ::= c+\nc ::= [a-z]+"},
     "grammar of bytes": {"grammar": "root ::= \x00"},
     "grammar too long": {"grammar": 'root ::= "' + "a" * 70_000 + '"'},
     "schema in text, deep": {"json": '{"items":' * 5000 + "{}" + "}" * 5000},
-    "schema in text, no JSON": {"json": "{"},
+    "schema in text, not JSON": {"json": "{"},
     "schema in text, a list": {"json": "[]"},
     "schema in text, a number of many digits": {"json": '{"minimum": ' + "9" * 5000 + "}"},
-    "schema: never": {"json": False},
-    "schema: anything": {"json": True},
-    "schema: nothing": {"json": {}},
+    "schema: false": {"json": False},
+    "schema: true": {"json": True},
+    "schema: empty": {"json": {}},
     "schema: contradiction": {"json": {"type": "integer", "minimum": 5, "maximum": 1}},
     "schema: an impossible length": {"json": {"type": "string", "minLength": 10**9}},
     "schema: a huge array": {"json": {"type": "array", "minItems": 10**9}},
-    "schema: a pattern that grows": {"json": {"type": "object", "patternProperties": {"(.{0,100}){0,100}": {}}}},
+    "schema: a pattern that expands": {"json": {"type": "object", "patternProperties": {"(.{0,100}){0,100}": {}}}},
     "schema: a bad pattern": {"json": {"type": "string", "pattern": "(("}},
     "schema: a reference to itself": {"json": {"$ref": "#"}},
     "schema: a reference with line breaks": {"json": {"$ref": "#/a\n12:00 ERROR forged"}},
     "schema: wrong kinds": {"json": {"type": 5, "enum": "x", "required": {}}},
     "schema: an enum of many": {"json": {"enum": [f"value {n}" for n in range(1500)]}},
     "schema: many properties": {"json": {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(500)}}},
-    "choice of nothing": {"choice": []},
-    "choice of empty": {"choice": [""]},
+    "choice without entries": {"choice": []},
+    "choice of an empty text": {"choice": [""]},
     "choice of many": {"choice": [f"choice {n}" for n in range(1000)]},
     "choice of control characters": {"choice": ["\u0000\u001b", "\ud7ff"]},
 }
 
-# Bytes on the wire
+# Raw bytes sent over the connection
 GOOD = json.dumps(BASE[CHAT]).encode()
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -242,16 +242,16 @@ WIRE = {
     "TLS": bytes.fromhex("16030100c8010000c40303") + bytes(200),
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "HTTP/0.9": b"GET /health\r\n\r\n",
-    "a version of the future": b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
+    "an unknown HTTP version": b"GET /health HTTP/9.9\r\nHost: x\r\n\r\n",
     "no host": b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n",
     "two hosts": b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\nConnection: close\r\n\r\n",
-    "a strange method": b"BREW /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "an unknown method": b"BREW /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
     "a method of symbols": b"G<T /health HTTP/1.1\r\nHost: x\r\n\r\n",
     "a path upwards": b"GET /../../../etc/passwd HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
     "a path upwards, encoded": b"GET /%2e%2e/%2e%2e/etc/passwd HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
     "a path with a zero": b"GET /health%00 HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
     "a path with line breaks": b"GET /health%0d%0aX:y HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
-    "a path that is no text": b"GET /%ff%fe HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    "a path that is not UTF-8": b"GET /%ff%fe HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
     "a path with raw bytes": b"GET /\xff\xfe HTTP/1.1\r\nHost: x\r\n\r\n",
     "a long path": b"GET /" + b"a" * 60_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
     "a whole URL": b"GET http://elsewhere/health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
@@ -273,30 +273,30 @@ WIRE = {
     "chunks of a huge size": HEAD + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffff\r\n" + GOOD,
     "chunks without an end": HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n",
     "chunks of one byte": CHUNKED + b"".join(b"1\r\n%c\r\n" % c for c in GOOD) + b"0\r\n\r\n",
-    "an encoding nobody knows": HEAD + b"Transfer-Encoding: gzip\r\n\r\n" + GOOD,
+    "an unknown encoding": HEAD + b"Transfer-Encoding: gzip\r\n\r\n" + GOOD,
     "compressed": HEAD + b"Content-Encoding: gzip\r\nContent-Length: 20\r\n\r\n" + bytes(20),
     "another type": HEAD.replace(b"application/json", b"text/plain") + b"Content-Length: %d\r\n\r\n" % len(GOOD) + GOOD,
     "no type": HEAD.replace(b"Content-Type: application/json\r\n", b"") + b"Content-Length: %d\r\n\r\n" % len(GOOD) + GOOD,
     "a form": HEAD.replace(b"application/json", b"multipart/form-data; boundary=x") + b"Content-Length: 5\r\n\r\n--x--",
     "an upgrade": b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n",
-    "a hundred in one": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 100,
-    "one behind the other, then rubbish": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + b"\x00\x01\x02",
+    "a hundred pipelined requests": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 100,
+    "a request, then invalid bytes": b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + b"\x00\x01\x02",
 }  # fmt: skip
 
 
-SILENT = ("nothing", "line breaks")  # nothing was asked
+SILENT = ("nothing", "line breaks")  # no request, so no answer
 
 
 class Machine(threading.Thread):
-    """Tells a pause of the server's from one of the machine's, which others share.
+    """Measures pauses that the server causes, without those that the machine's other load causes.
 
-    The longer of two figures is the server's: what this process computed meanwhile (also while it held the interpreter's
-    lock), and the pause less what a thread that only sleeps was late meanwhile (a lock, a full pipe, a file).
+    A pause of the server is the longer of two times: the CPU time of this process during it (which covers the interpreter's
+    lock), and its length minus the lateness of a thread that only sleeps (which covers waits for locks, full pipes and files).
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.lateness = 0.0  # of all sleeps together
+        self.lateness = 0.0  # sum over all sleeps
 
     def run(self) -> None:
         while True:
@@ -316,8 +316,8 @@ MACHINE = Machine()
 MACHINE.start()
 
 
-class Innocent(threading.Thread):
-    """Streams answers all the while, and measures its longest pause."""
+class BackgroundStream(threading.Thread):
+    """Streams one answer after the other and measures the longest pause between events."""
 
     def __init__(self, url: str) -> None:
         super().__init__(daemon=True)
@@ -340,14 +340,14 @@ class Innocent(threading.Thread):
                             self.problems.append(line[:200])
 
 
-def test_waiting_is_a_pause_too() -> None:
+def test_time_spent_waiting_counts_as_a_pause() -> None:
     then = MACHINE.now()
     time.sleep(0.3)  # as a handler that waits for a lock would
     assert MACHINE.pause_since(then) > 0.15
 
 
 def resident_bytes() -> int:
-    """What is in use: memory that was freed and that the C library keeps (100 MiB after the set) is given back first."""
+    """The memory in use. First returns freed memory that the C library keeps (100 MiB after the hostile set) to the system."""
     gc.collect()
     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
         libc.malloc_trim(0)
@@ -356,7 +356,7 @@ def resident_bytes() -> int:
 
 
 class LoopWatch:
-    """The longest that the server's event loop was late for a timer, which every stream waits for."""
+    """Records how late the server's event loop runs a timer at most. Every stream waits as long."""
 
     def __init__(self, server: ThreadServer) -> None:
         self.loop, self.longest = server.service.engine.event_loop, 0.0
@@ -374,14 +374,14 @@ class LoopWatch:
 def server(tiny_folder: Path) -> Iterator[ThreadServer]:
     limits = ["--max-grammar-seconds", "1", "--max-grammar-memory", "256M", "--header-timeout", "2", "--body-timeout", "2"]
     with ThreadServer([str(tiny_folder), *TINY_FLAGS, *limits]) as running:
-        with running.client() as client:  # so that what is made once is there before memory is measured
+        with running.client() as client:  # one-time allocations must not count as growth
             client.post(CHAT, json=BASE[CHAT] | {"structured_outputs": {"choice": ["a"]}})
         running.before, running.watch = resident_bytes(), LoopWatch(running)
-        innocent = running.innocent = Innocent(running.url)
-        innocent.start()
+        background = running.background = BackgroundStream(running.url)
+        background.start()
         yield running
-        innocent.stopping.set()
-        innocent.join(60)
+        background.stopping.set()
+        background.join(60)
 
 
 @pytest.fixture(scope="module")
@@ -391,7 +391,7 @@ def client(server: ThreadServer) -> Iterator[httpx.Client]:
 
 
 def check_answer(path: str, answer: dict[str, Any]) -> None:
-    """Whole, and of the shape that clients read."""
+    """Checks that an answer is complete and has the format of the API."""
     assert answer.get("error") is None
     if path in (CHAT, TEXT):
         assert answer["choices"]
@@ -413,7 +413,7 @@ def check_answer(path: str, answer: dict[str, Any]) -> None:
 
 
 def check(response: httpx.Response) -> None:
-    """A clear refusal, or a right answer."""
+    """Checks that the response is a clear 4xx or a valid answer."""
     if response.status_code == 200:
         path = response.request.url.path
         if "event-stream" not in response.headers["content-type"]:
@@ -466,7 +466,7 @@ def test_grammars(client: httpx.Client, name: str) -> None:
 
 @pytest.mark.parametrize("name", WIRE)
 def test_wire(server: ThreadServer, name: str) -> None:
-    """What is no HTTP ends the connection; anything else has an answer, and none is the server's own failure."""
+    """Every request, also one that is not HTTP, gets an answer below 500; without a request the connection is closed."""
     answer = server.raw(WIRE[name])
     if name in SILENT:
         assert answer == b""
@@ -475,18 +475,18 @@ def test_wire(server: ThreadServer, name: str) -> None:
     assert b"root:" not in answer
 
 
-def test_at_the_end_all_is_as_before(server: ThreadServer, client: httpx.Client) -> None:
-    """Runs last: pauses, log, memory, and nothing left in the engine."""
+def test_pauses_log_and_memory_at_the_end(server: ThreadServer, client: httpx.Client) -> None:
+    """Runs last. Checks the pauses, the log and memory, and that nothing is left in the engine."""
     assert len(FIELD_CASES) + len(RAW_BODIES) + len(HUGE) + len(SHAPES) + len(GRAMMARS) + len(WIRE) > 400
-    innocent = server.innocent
-    assert innocent.num_events > 10
-    assert not innocent.problems
-    assert innocent.longest < MAX_PAUSE, f"the stream paused for {innocent.longest:.2f} s of work"
+    background = server.background
+    assert background.num_events > 10
+    assert not background.problems
+    assert background.longest < MAX_PAUSE, f"the stream paused for {background.longest:.2f} s of work"
     longest_stall = server.watch.longest
     assert longest_stall < MAX_PAUSE, f"the event loop was {longest_stall:.2f} s of work late"
     assert client.get("/health").status_code == 200
-    innocent.stopping.set()
-    innocent.join(60)
+    background.stopping.set()
+    background.join(60)
     deadline = time.monotonic() + 20
     while server.service.engine.num_in_flight and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -497,5 +497,5 @@ def test_at_the_end_all_is_as_before(server: ThreadServer, client: httpx.Client)
     assert not server.log.tracebacks, server.log.tracebacks[:5]
     assert not any("forged" in line for line in server.log.lines)
     grown = resident_bytes() - server.before
-    print(f"longest stall {longest_stall:.2f} s, longest pause {innocent.longest:.2f} s, memory {grown >> 20:+} MiB")
+    print(f"longest stall {longest_stall:.2f} s, longest pause {background.longest:.2f} s, memory {grown >> 20:+} MiB")
     assert grown < MAX_GROWTH, f"memory grew by {grown >> 20} MiB"

@@ -1,4 +1,4 @@
-"""`fledge serve --learn` over HTTP: what is kept, what is told, what is refused."""
+"""`fledge serve --learn` over HTTP: samples, opt-outs, metrics, report and flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fledge.learning.report import report, summarize
 from fledge.serving import flags
 
 
-def test_requests_are_learnt_from_unless_they_say_no(in_process):
+def test_requests_are_learnt_from_unless_they_opt_out(in_process):
     learn = ["--learn", "--learn-memory", "8", "--learn-budget", "50"]
 
     async def main() -> None:
@@ -37,7 +37,7 @@ def test_requests_are_learnt_from_unless_they_say_no(in_process):
             assert len(texts) == 8
             assert hook.collector.requests == 8
             assert len(callers) == 8
-            assert len(set(callers)) == 2  # each caller's share is its own
+            assert len(set(callers)) == 2  # shares are counted per caller
             lines = (await client.get("/metrics")).text.splitlines()
             figures = dict(line.rsplit(" ", 1) for line in lines if line.startswith("fledge:learn_"))
             labels = 'engine="0",model_name="tiny"'
@@ -63,7 +63,7 @@ def test_a_server_that_does_not_learn_has_no_history(in_process):
     asyncio.run(main())
 
 
-def test_texts_go_at_their_age_while_nothing_is_served(in_process):
+def test_texts_expire_while_the_server_is_idle(in_process):
     async def main() -> None:
         async with in_process("--learn", "--learn-memory", "8", "--learn-max-age", "0.001") as (client, service):
             hook = service.engine.host.loop.engine.hook
@@ -79,7 +79,7 @@ def test_texts_go_at_their_age_while_nothing_is_served(in_process):
     asyncio.run(main())
 
 
-def test_flags_of_learning_need_the_word():
+def test_learning_flags_require_learn():
     with pytest.raises(UserError, match="add --learn"):
         flags.parse(["m", "--learn-budget", "3"])
     with pytest.raises(UserError, match="percentage"):

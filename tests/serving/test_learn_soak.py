@@ -1,7 +1,7 @@
-"""A soak of `--learn`: 16 clients on a toy model while weights are swapped. `make soak-learn` runs it for 30 minutes.
+"""A soak test of `--learn`: 16 clients on a toy model while weights are swapped. `make soak-learn` runs it for 30 minutes.
 
-FLEDGE_LEARN_SOAK_SECONDS says how long; without it nothing runs. FLEDGE_LEARN_SOAK_REPORT=FILE keeps the figures,
-FLEDGE_LEARN_SOAK_MODEL=FOLDER is a toy target that was made before (`fledge.training.targets.toy.make`).
+FLEDGE_LEARN_SOAK_SECONDS: the duration; without it the test is skipped. FLEDGE_LEARN_SOAK_REPORT: a file for the figures.
+FLEDGE_LEARN_SOAK_MODEL: the folder of an existing toy target (`fledge.training.targets.toy.make`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ SECONDS = float(os.environ.get("FLEDGE_LEARN_SOAK_SECONDS", "0"))
 MODEL = os.environ.get("FLEDGE_LEARN_SOAK_MODEL")
 REPORT = os.environ.get("FLEDGE_LEARN_SOAK_REPORT")
 CLIENTS = 16
-KEYS = [f"key-{number}" for number in range(4)]  # callers are told apart by them
+KEYS = [f"key-{number}" for number in range(4)]  # the server identifies callers by their keys
 LEARN = ["--learn", "--learn-budget", "40", "--learn-memory", "16", "--api-key", *KEYS]
 FLAGS = ["--served-model-name", "toy", "--dtype", "float32", "--threads", "1", "--max-num-seqs", "16", "--max-model-len", "256"]
-# Over the whole soak, after a tenth of it: the allocator's and the interpreter's own growth.
+# Allowed from 10 % of the run to its end, for the growth of the allocator and the interpreter.
 MAX_GROWTH_MIB = 64
 
 
 def question(chance: random.Random, part: float) -> str:
-    """The traffic shifts: stories at first, then counting, then spelling."""
+    """A random prompt. `part`: fraction of the run: traffic shifts from stories to counting and then to spelling."""
     kind = ["tell", "count", "spell"][min(2, int(3 * part))] if chance.random() < 0.8 else "tell"
     while True:
         prompt, _ = toy.conversation(chance)
@@ -43,7 +43,7 @@ def question(chance: random.Random, part: float) -> str:
 
 
 def settled(server: ServerProcess) -> dict[str, int]:
-    """Once the clients' connections are closed on the server's side, too."""
+    """The server's figures, after a wait for it to close the clients' connections."""
     time.sleep(3)
     return figures_of(process_tree(server.process.pid))
 
@@ -82,7 +82,7 @@ def test_swaps_under_load(tmp_path: Path) -> None:
     with ServerProcess([*arguments, "--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]) as server:
         warm = SECONDS / 10
         seen = asyncio.run(load(server.url, warm, SECONDS, 0.0))
-        before = settled(server)  # learning is in the engine's process
+        before = settled(server)  # all processes: learning runs in the engine's
         seen += asyncio.run(load(server.url, SECONDS - warm, SECONDS, warm))
         after, found = settled(server), metrics(server.url)
         grown = after["memory_mib"] - before["memory_mib"]

@@ -1,7 +1,7 @@
-"""Load: many clients, some of whom hang up or send nonsense.
+"""A load test: many clients, some of which disconnect early or send invalid requests.
 
-FLEDGE_LOAD_SECONDS=120 makes it a long one, FLEDGE_LOAD_MODEL=smollm2-135m runs it on a real model with its drafter, and
-FLEDGE_LOAD_REPORT=FILE keeps the figures.
+FLEDGE_LOAD_SECONDS=120 runs it longer, FLEDGE_LOAD_MODEL=smollm2-135m runs it on a real model with its drafter, and
+FLEDGE_LOAD_REPORT=FILE writes the figures to a file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECONDS = float(os.environ.get("FLEDGE_LOAD_SECONDS", "6"))
 MODEL = os.environ.get("FLEDGE_LOAD_MODEL")
 REPORT = os.environ.get("FLEDGE_LOAD_REPORT")
 CLIENTS = 64
-# A cache that the load nearly fills.
+# A KV cache that the load nearly fills.
 SMALL_CACHE = ["--max-model-len", "2048", "--kv-cache-tokens", "8192"]
 QUIET = ["--uvicorn-log-level", "warning", "--disable-uvicorn-access-log"]
 BAD = [
@@ -39,7 +39,7 @@ BAD = [
 
 @pytest.fixture(scope="module")
 def arguments(request: pytest.FixtureRequest) -> list[str]:
-    """What to serve: the tiny model, or the one asked for with its own drafter."""
+    """The server's arguments: for the tiny model, or for FLEDGE_LOAD_MODEL with its own drafter."""
     return [MODEL, *SMALL_CACHE, *QUIET] if MODEL else [str(request.getfixturevalue("tiny_folder")), *TINY_FLAGS, *QUIET]
 
 
@@ -60,7 +60,7 @@ async def one_request(client: httpx.AsyncClient, chance: random.Random, seen: Co
     body["temperature"] = chance.choice([0, 1])
     if chance.random() < 0.1:
         body |= {"response_format": {"type": "json_object"}, "ignore_eos": False}
-    if kind < 0.15:  # hangs up
+    if kind < 0.15:  # disconnects early
         leave_after = chance.randint(0, 4)
         async with client.stream("POST", "/v1/chat/completions", json=body | {"stream": True}) as response:
             async for _ in response.aiter_lines():
@@ -101,7 +101,7 @@ async def load(url: str, seconds: float) -> Counter:
 
 
 def free_at_the_end(url: str) -> dict[str, float]:
-    """Running, waiting and cache use, once all are zero."""
+    """Waits until no request runs or waits and the KV cache is empty, and returns these figures."""
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     deadline, left = time.monotonic() + 30, {}
     while time.monotonic() < deadline:
@@ -114,18 +114,18 @@ def free_at_the_end(url: str) -> dict[str, float]:
 
 
 async def wait_for_requests(client: httpx.AsyncClient, asked: Sequence[asyncio.Task], count: int) -> None:
-    """Until the engine has so many answers to produce."""
+    """Waits until the engine has `count` answers to produce."""
     deadline = time.monotonic() + 60
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
     present = 0.0
     while present < count:
         assert time.monotonic() < deadline
-        assert not any(task.done() for task in asked), "it was over before all had come"
+        assert not any(task.done() for task in asked), "a request ended before all had arrived"
         lines = [line for line in (await client.get("/metrics")).text.splitlines() if line.startswith(names)]
         present = sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
-def test_many_clients_some_of_them_rude(server: ServerProcess) -> None:
+def test_load_with_disconnects_and_invalid_requests(server: ServerProcess) -> None:
     asyncio.run(load(server.url, SECONDS / 2))  # warm up: threads, caches, allocator
     before, descriptors = server.resident_bytes(), server.num_descriptors()
     seen = asyncio.run(load(server.url, SECONDS))
@@ -143,7 +143,7 @@ def test_many_clients_some_of_them_rude(server: ServerProcess) -> None:
     assert "Traceback" not in server.output()
 
 
-def test_a_caller_who_hangs_up_frees_the_request_at_once(server: ServerProcess) -> None:
+def test_a_disconnect_frees_the_request_at_once(server: ServerProcess) -> None:
     async def main(url: str) -> None:
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 480, "ignore_eos": True}
         for stream in (True, False):
@@ -163,7 +163,7 @@ def test_a_caller_who_hangs_up_frees_the_request_at_once(server: ServerProcess) 
 
     before = aborted()
     asyncio.run(main(server.url))
-    assert aborted() >= before + 16  # none was decoded to its end
+    assert aborted() >= before + 16  # none was decoded to the end
     assert "Traceback" not in server.output()
 
 
@@ -213,8 +213,8 @@ def test_sigterm_under_load_loses_no_accepted_request(arguments: list[str]) -> N
         assert "Traceback" not in server.output()
 
 
-def test_a_stop_has_a_limit(arguments: list[str]) -> None:
-    """Requests that outlast the limit are let go, told so, and the process ends."""
+def test_shutdown_has_a_time_limit(arguments: list[str]) -> None:
+    """Requests that outlast the limit get an error that the server is shutting down, and the process exits."""
 
     async def main(server: ServerProcess) -> list[str]:
         body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 480, "ignore_eos": True, "stream": True, "n": 8}

@@ -1,4 +1,4 @@
-"""A mask that takes too long is given up; the next one has another thread."""
+"""A mask that exceeds its limit is abandoned, and the next one runs in a new thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wait_until_none(threads: MaskThread) -> None:
         time.sleep(0.01)
 
 
-def test_results_and_errors_come_back() -> None:
+def test_results_and_errors_are_returned() -> None:
     threads = MaskThread()
     assert [threads.run(lambda number=number: number * 2, 1.0, "a") for number in range(100)] == [2 * n for n in range(100)]
     assert threads.run(lambda: busy(0.02), 10.0, "a") == "mask"
@@ -35,7 +35,7 @@ def test_results_and_errors_come_back() -> None:
     threads.close()
 
 
-def test_too_much_work_times_out() -> None:
+def test_work_beyond_the_limit_times_out() -> None:
     threads, is_over = MaskThread(), threading.Event()
 
     def endless() -> None:
@@ -51,14 +51,14 @@ def test_too_much_work_times_out() -> None:
     threads.close()
 
 
-def test_waiting_for_a_core_is_no_work() -> None:
-    """The limit is on CPU seconds: a thread that sleeps ten times as long has done nothing."""
+def test_waiting_does_not_count_towards_the_limit() -> None:
+    """The limit is on CPU seconds: a thread that sleeps for ten times the limit does not exceed it."""
     threads = MaskThread()
     assert threads.run(lambda: time.sleep(0.2) or "slept", 0.02, "a") == "slept"
     threads.close()
 
 
-def test_one_that_ends_as_it_is_given_up_leaves_no_thread() -> None:
+def test_work_that_ends_at_its_limit_leaves_no_thread() -> None:
     threads = MaskThread()
     for number in range(50):
         with contextlib.suppress(MaskTimeout):

@@ -1,4 +1,4 @@
-"""Figures that need more than a tiny server: the drift probe's, and the log line."""
+"""Metrics that the tiny server does not have: those of the drift probe and the drift guard, and the log line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fledge.serving.metrics import DRIFT, Metrics
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 
-def test_the_drift_probe_is_exported_by_step_and_the_log_line_says_what_happened() -> None:
+def test_the_drift_probe_is_exported_by_step_and_the_log_line_has_rates() -> None:
     config = EngineConfig(device="cpu", dtype="float32", max_num_seqs=2, kv_cache_tokens=512, threads=1)
     engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3).fixed_depth(), config)
     metrics = Metrics("tiny")
@@ -37,7 +37,7 @@ def test_the_drift_probe_is_exported_by_step_and_the_log_line_says_what_happened
     assert len(line.split("by position ")[1].split()) == 3
 
 
-def test_the_drift_guard_is_exported_and_named_in_the_log_line_when_it_acts() -> None:
+def test_the_drift_guard_is_exported_and_logged_when_it_acts() -> None:
     config = EngineConfig(device="cpu", dtype="float32", max_num_seqs=2, kv_cache_tokens=512, threads=1)
     engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(tiny_drafter_config(draft_vocab_size=64)), 4), config)
     metrics = Metrics("tiny")

@@ -1,6 +1,6 @@
-"""The page's files over HTTP: what is served, with which headers, and that they ask nothing of anyone else.
+"""The page's files over HTTP: which are served, with which headers, and that they use no other host.
 
-What the page does is tested in a browser: tests/serving/page, `make test-browser`.
+The page's behaviour is tested in a browser: tests/serving/page, `make test-browser`.
 """
 
 from __future__ import annotations
@@ -59,14 +59,15 @@ def test_files_need_the_key_where_the_page_does(in_process) -> None:
         async with in_process("--api-key", "secret") as (client, _):
             assert (await client.get("/page/app.js")).status_code == 401
             refused = await client.get("/")
-            assert refused.headers["www-authenticate"].startswith("Basic")  # a browser asks, and sends it with every file then
+            # The browser asks the user for the key once and then sends it with every file.
+            assert refused.headers["www-authenticate"].startswith("Basic")
             for path in ("/", "/page/app.js", "/page/layout.css"):
                 assert (await client.get(path, auth=("anyone", "secret"))).status_code == 200
 
     asyncio.run(main())
 
 
-def test_the_page_names_no_other_host_and_has_nothing_inline() -> None:
+def test_the_page_uses_no_other_host_and_no_inline_code() -> None:
     for name, text in TEXTS.items():
         addresses = set(re.findall(r"https?://[\w./]+", text)) - {"http://www.w3.org/2000/svg"}
         assert not addresses, f"{name}: {addresses}"
@@ -77,7 +78,7 @@ def test_the_page_names_no_other_host_and_has_nothing_inline() -> None:
         assert "@import" not in css
 
 
-def test_every_file_that_is_named_exists_and_every_file_is_named() -> None:
+def test_all_references_exist_and_no_file_is_unused() -> None:
     named = set(re.findall(r'(?:href|src)="page/([\w.]+)"', TEXTS["index.html"]))
     for name in SCRIPTS:
         named |= set(re.findall(r'from "\./([\w.]+)"', TEXTS[name]))
@@ -91,13 +92,13 @@ def test_every_file_that_is_named_exists_and_every_file_is_named() -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_scripts_never_parse_text_as_markup(name: str) -> None:
-    """Trusted types would stop it in Chromium; other browsers do not all have them."""
+    """Trusted types prevent it in Chromium, but not all browsers support them."""
     ways = r"innerHTML|outerHTML|insertAdjacentHTML|setHTML|document\.write|\beval\(|new Function|DOMParser|Fragment\(|srcdoc"
     assert not re.search(ways, TEXTS[name])
     assert len(TEXTS[name].splitlines()) < 320
 
 
-def test_the_package_holds_the_files() -> None:
+def test_the_package_includes_the_files() -> None:
     data = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["fledge"]
     for name in TEXTS:
         assert any(fnmatch(f"serving/page/{name}", pattern) for pattern in data), name

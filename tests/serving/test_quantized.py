@@ -1,4 +1,4 @@
-"""`fledge serve` on a folder of each quantised format: the same text as from its dequantised twin."""
+"""`fledge serve` on a folder of each quantised format gives the same text as on its dequantised copy."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "num_hea
 ASKED = {"messages": [{"role": "user", "content": "What is the weather like?"}], "max_tokens": 16, "temperature": 0}
 
 
-@pytest.mark.skipif(native.library() is None, reason="quantised weights stay so in C")
+@pytest.mark.skipif(native.library() is None, reason="quantised weights are kept only with the C kernels")
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "ct-int4", "ct-int8", "fp8-block"])
-def test_serve(name: str, tmp_path: Path) -> None:
+def test_quantised_folders_give_the_text_of_their_dequantised_copy(name: str, tmp_path: Path) -> None:
     vocab_size = make_tokenizer(tmp_path / "tokenizer")
     decoder = tiny_decoder(2, "Qwen2ForCausalLM", **SIZES, vocab_size=vocab_size)
     packed, twin = write_quantised(decoder, tmp_path, name)

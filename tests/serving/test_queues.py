@@ -158,7 +158,7 @@ def slow_tokenizer(service: Service) -> Iterator[Any]:
 
 
 def test_the_tokenizer_queue_is_bounded_and_fair(in_process) -> None:
-    """The limit is a million characters. Another caller still gets a place, and is served before most of the first one's texts."""
+    """The limit is a million characters. Another caller still gets a place, before most of the first one's texts."""
 
     async def test(client: httpx.AsyncClient, service: Service) -> None:
         order: list[str] = []

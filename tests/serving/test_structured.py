@@ -1,4 +1,4 @@
-"""Grammars hold at every position, and speculation changes nothing under them."""
+"""Grammars are enforced at every position, and answers with and without speculation are the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.serving.model_folder import make_tokenizer
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 END = 2
-# Repeats itself, so that look-up drafts are accepted, and ends at a length that drafts run beyond.
+# Repetitive, so that n-gram drafts are accepted, and ends at a length that drafts exceed.
 COLOURS = {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 12, "maxItems": 12}
 PERSON = {
     "type": "object",
@@ -65,7 +65,7 @@ def answer(engine: Engine, compiler: GrammarCompiler, grammar, **params) -> Requ
 
 @pytest.mark.parametrize("schema", [COLOURS, PERSON])
 @pytest.mark.parametrize("drafter", ["ngram", "chain", "tree"])
-def test_speculation_changes_nothing(tokenizer: Tokenizer, compiler: GrammarCompiler, drafter: str, schema: dict) -> None:
+def test_speculation_keeps_the_answer(tokenizer: Tokenizer, compiler: GrammarCompiler, drafter: str, schema: dict) -> None:
     grammar = compiler.json_schema(schema)
     plain = answer(engine_with(tokenizer, "none"), compiler, grammar)
     speculative = answer(engine_with(tokenizer, drafter), compiler, grammar)
@@ -92,8 +92,8 @@ def allowed(processor: GrammarProcessor, tokens: Sequence[int], size: int) -> li
     return torch.isfinite(processor(tokens, torch.zeros(size))).nonzero().flatten().tolist()
 
 
-def test_the_matcher_follows_any_walk(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
-    """Back, forth and sideways: what is allowed depends on the tokens alone, not on what was asked before."""
+def test_the_matcher_follows_any_order_of_positions(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+    """Masks depend only on the tokens and not on earlier calls, when the processor goes forward, back or to another branch."""
     grammar = compiler.json_schema(PERSON)
     text = tokenizer.encode('{"name": "Ann", "age": 34}', add_special_tokens=False)
     other = tokenizer.encode('{"name": "Bo"', add_special_tokens=False)
@@ -105,12 +105,12 @@ def test_the_matcher_follows_any_walk(tokenizer: Tokenizer, compiler: GrammarCom
     assert allowed(followed, text, tokenizer.vocab_size) == [END]
 
 
-def test_it_ends_even_when_the_end_is_banned(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_an_answer_ends_even_if_end_tokens_are_banned(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     request = answer(engine_with(tokenizer, "none"), compiler, compiler.choice(["cat"]), min_tokens=20)
     assert request.text.startswith("cat")
 
 
-def test_other_grammars(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_choice_regex_and_ebnf(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     engine = engine_with(tokenizer, "ngram")
     assert answer(engine, compiler, compiler.choice(["yes", 'n"o'])).text in ("yes", 'n"o')
     digits = answer(engine, compiler, compiler.regex(r"[0-9]{4}-[0-9]{2}")).text
@@ -119,7 +119,7 @@ def test_other_grammars(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None
     assert answer(engine, compiler, compiler.ebnf('root ::= "a" "b" | "c"')).text in ("ab", "c")
 
 
-def test_a_grammar_may_wait_for_the_end_of_a_thought(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
+def test_a_grammar_can_start_after_the_end_of_reasoning(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     mark = 9
     processor = compiler.processor(compiler.choice(["cat"]), [mark])
     assert len(allowed(processor, [4, 5], tokenizer.vocab_size)) == tokenizer.vocab_size
@@ -130,7 +130,7 @@ def test_a_grammar_may_wait_for_the_end_of_a_thought(tokenizer: Tokenizer, compi
 @pytest.mark.parametrize(
     "schema", [{"type": "nonsense"}, {"$ref": "#/nowhere"}, False, {"enum": []}, {"pattern": "((", "type": "string"}]
 )
-def test_a_bad_schema_is_the_callers_mistake(compiler: GrammarCompiler, schema: dict) -> None:
+def test_an_invalid_schema_is_refused(compiler: GrammarCompiler, schema: dict) -> None:
     with pytest.raises(RequestError, match="JSON schema") as caught:
         compiler.json_schema(schema)
     assert ".cc" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Thoughts beside answers: items and counts of /v1/responses, and log-probabilities of what is shown alone."""
+"""Reasoning in answers: items and token counts of /v1/responses, and log-probabilities of visible tokens only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def progress_of(tokenizer: Tokenizer, text: str, size: int, reason: str = "length", **params: Any) -> list[Progress]:
-    """An answer of this text, so many tokens a step."""
+    """The progress of an answer with this text. `size`: tokens per step."""
     tokens = tokenizer.encode(text, add_special_tokens=False)
     answer = Answer(0, Work([5], SamplingParams(**params)), tokenizer, 0.0)
     steps = [tokens[at : at + size] for at in range(0, len(tokens), size)]
@@ -64,7 +64,7 @@ THOUGHT, SAID = "the quick brown fox", "the lazy dog"
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize("reason", ["stop", "length"])
-def test_a_response_has_an_item_for_the_thought(tokenizer: Tokenizer, size: int, reason: str) -> None:
+def test_a_response_has_an_item_for_the_reasoning(tokenizer: Tokenizer, size: int, reason: str) -> None:
     text = f"{THOUGHT}</think>\n\n{SAID}"
     response = Response(ResponsesRequest(input="a"), fake_call(tokenizer, MessageParser(DeepSeekR1(""))))
     data = response.begin() + b"".join(map(response.push, progress_of(tokenizer, text, size, reason))) + response.end()
@@ -88,7 +88,7 @@ def test_a_response_has_an_item_for_the_thought(tokenizer: Tokenizer, size: int,
     assert thought_tokens == len(tokenizer.encode(f"{THOUGHT}</think>\n\n", add_special_tokens=False))
 
 
-def test_a_response_without_thought_has_its_message_at_0(tokenizer: Tokenizer) -> None:
+def test_a_response_without_reasoning_has_its_message_at_index_0(tokenizer: Tokenizer) -> None:
     response = Response(ResponsesRequest(input="a"), fake_call(tokenizer, MessageParser(Qwen3(""))))
     data = b"".join(map(response.push, progress_of(tokenizer, SAID, 2, "stop"))) + response.end()
     events = [json.loads(line[6:]) for line in data.decode().splitlines() if line.startswith("data: ")]
@@ -98,7 +98,7 @@ def test_a_response_without_thought_has_its_message_at_0(tokenizer: Tokenizer) -
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize("text", [f"{THOUGHT}</think>\n\n{SAID}", SAID])
-def test_log_probabilities_of_a_hidden_thought_are_not_shown(tokenizer: Tokenizer, size: int, text: str) -> None:
+def test_log_probabilities_of_hidden_reasoning_are_not_shown(tokenizer: Tokenizer, size: int, text: str) -> None:
     parser = MessageParser((DeepSeekR1 if text != SAID else Qwen3)(""), with_reasoning=False)
     reader = ChoiceReader(fake_call(tokenizer, parser, logprobs=True), parser)
     found = [reader.read(one)[1] for one in progress_of(tokenizer, text, size)]
@@ -106,18 +106,18 @@ def test_log_probabilities_of_a_hidden_thought_are_not_shown(tokenizer: Tokenize
     assert "".join(entry["token"] for entry in shown) == parser.content == SAID
 
 
-def test_bytes_and_offsets_of_half_characters(tokenizer: Tokenizer) -> None:
+def test_bytes_and_offsets_of_tokens_that_split_a_character(tokenizer: Tokenizer) -> None:
     text = "a☃b"
     steps = progress_of(tokenizer, text, 2)
     logprobs = [one for step in steps for one in step.logprobs]
-    assert len(logprobs) == 5, "the snowman's bytes are tokens of their own"
+    assert len(logprobs) == 5, "each byte of the snowman is a token"
     assert bytes(byte for entry in chat_logprobs(tokenizer, logprobs)["content"] for byte in entry["bytes"]) == text.encode()
     reader = CompletionLogprobs(tokenizer, True, 10)
     found = [reader.read(step.logprobs) for step in steps]
     assert [offset for one in found for offset in one["text_offset"]] == [10, 11, 11, 11, 12]
 
 
-def test_spaces_of_sentencepiece(tmp_path: Path) -> None:
+def test_spaces_of_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, normalizers
     from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""Every format, whole and in pieces of any size: the calls are the same."""
+"""Every tool-call format is parsed to the same calls, however its text is split."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ CASES = [
 
 
 def pieces(text: str, seed: int) -> list[str]:
-    """Whole (0), character by character (1), or in random pieces."""
+    """Splits a text. `seed`: 0 leaves it whole, 1 splits it into characters, others into random pieces."""
     if seed == 0:
         return [text]
     chance = random.Random(seed)
@@ -89,7 +89,7 @@ def pieces(text: str, seed: int) -> list[str]:
 
 
 def parsed(parser: MessageParser, parts: list[str]) -> tuple[dict, dict]:
-    """The message, and the same put together from the stream's deltas as a client does it."""
+    """Returns the message, and the same assembled from the stream's deltas as a client would."""
     content, calls = "", {}
     deltas = [delta for part in parts for delta in parser.push(part)] + parser.finish()
     for delta in deltas:
@@ -103,7 +103,7 @@ def parsed(parser: MessageParser, parts: list[str]) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize(("style", "text", "content", "calls"), CASES)
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])
-def test_calls_are_found_in_any_pieces(style: str, text: str, content: str, calls: list, seed: int) -> None:
+def test_calls_are_parsed_from_any_pieces(style: str, text: str, content: str, calls: list, seed: int) -> None:
     parser = TOOL_PARSERS[style]()
     parser.functions = FUNCTIONS
     message, streamed = parsed(MessageParser(tools=parser), pieces(text, seed))
@@ -133,18 +133,18 @@ def test_arguments_stream_before_the_call_is_complete() -> None:
         ('{"a": 1}', {"anyOf": [{"type": "object"}]}, {"a": 1}),
     ],
 )
-def test_plain_values_get_their_schemas_types(text: str, schema: object, value: object) -> None:
+def test_text_values_are_converted_to_the_schemas_type(text: str, schema: object, value: object) -> None:
     assert typed(text, schema) == value
 
 
-def test_kimi_keeps_its_ids() -> None:
+def test_kimi_call_ids_are_kept() -> None:
     text = f"<|tool_calls_section_begin|>{kimi(*CLOCK, 7)}<|tool_calls_section_end|>"
     message, _ = parsed(MessageParser(tools=TOOL_PARSERS["kimi_k2"]()), [text])
     assert message["tool_calls"][0]["id"] == "functions.now:7"
 
 
 @pytest.mark.parametrize("text", ['<tool_call>{"name": "f", "argu', '<tool_call>{"na', "<tool_ca"])
-def test_what_was_cut_off_is_not_lost_unless_it_began_a_call(text: str) -> None:
+def test_a_truncated_call_is_content_unless_its_name_is_known(text: str) -> None:
     message, streamed = parsed(MessageParser(tools=TOOL_PARSERS["hermes"]()), [text])
     assert bool(message.get("tool_calls")) == ('"f"' in text)
     assert streamed["content"] == ("" if '"f"' in text else text)
@@ -176,7 +176,7 @@ REFERRING = {
 }
 
 
-def test_references_of_each_tool_lead_to_its_own_schema() -> None:
+def test_references_are_resolved_within_each_tools_own_schema() -> None:
     schema = required_schema(list(REFERRING.items()), parallel=False)
     validator = jsonschema_rs.validator_for(schema)
     values = {
@@ -193,4 +193,4 @@ def test_references_of_each_tool_lead_to_its_own_schema() -> None:
             assert validator.is_valid([call]) == (given == name), (name, given)
     assert not validator.is_valid([call, call])
     supported_schema(schema)
-    assert REFERRING["first"]["properties"]["x"] == {"$ref": "#/$defs/Item"}  # the caller's own is left alone
+    assert REFERRING["first"]["properties"]["x"] == {"$ref": "#/$defs/Item"}  # the caller's schema is not modified

@@ -1,4 +1,4 @@
-"""`--engine vllm`: the command that is run."""
+"""`--engine vllm`: the command line that starts vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tiny import tiny_drafter
 
 
 def make_python(folder: Path, kind: str) -> str:
-    """An interpreter that says of itself what the probe asks."""
+    """Writes a fake interpreter that prints `kind`, the answer to the probe."""
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "python3"
     program.write_text(f"#!/bin/sh\necho {kind}\n")
@@ -27,7 +27,7 @@ def make_python(folder: Path, kind: str) -> str:
 
 @pytest.fixture
 def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A `vllm` on PATH, of another environment than ours."""
+    """A fake `vllm` on PATH, installed in another environment than ours."""
     python = make_python(tmp_path / "bin", "script 0.32.0")
     program = tmp_path / "bin" / "vllm"
     program.write_text(f"#!{python}\n")
@@ -38,7 +38,7 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return python
 
 
-def test_a_build_without_metadata_is_started_by_its_module(
+def test_a_vllm_without_metadata_is_started_as_a_module(
     fake_vllm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = make_python(tmp_path / "cpu", "module")
@@ -48,7 +48,7 @@ def test_a_build_without_metadata_is_started_by_its_module(
     assert command[5:] == ["--pipeline-parallel-size", "2", "--some-new-flag", "x"]
 
 
-def test_the_probe_tells_what_an_interpreter_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_finds_how_vllm_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert vllm_engine._probe(sys.executable) == "absent"
     (tmp_path / "vllm").mkdir()
@@ -59,8 +59,8 @@ def test_the_probe_tells_what_an_interpreter_has(tmp_path: Path, monkeypatch: py
     assert vllm_engine._probe(sys.executable) == "script"
 
 
-def test_the_process_becomes_vllms(tmp_path: Path) -> None:
-    """Same process id, so that signals reach it, and its exit code is handed on."""
+def test_the_process_is_replaced_by_vllm(tmp_path: Path) -> None:
+    """vLLM has the same process id, so that signals reach it, and its exit code is returned."""
     package = tmp_path / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     (package / "api_server.py").write_text(
@@ -81,7 +81,7 @@ def test_the_process_becomes_vllms(tmp_path: Path) -> None:
         assert process.wait(30) == 7
 
 
-def test_arguments_are_passed_on_as_they_are(fake_vllm: str, tmp_path: Path) -> None:
+def test_arguments_are_passed_to_vllm_unchanged(fake_vllm: str, tmp_path: Path) -> None:
     words = ["org/model", "--engine", "vllm", "--tensor-parallel-size", "4", "--enable-expert-parallel", "--port=9"]
     drafter = json.dumps({"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3})
     command = vllm_engine.command([*words, "--speculative-config", drafter])
@@ -121,12 +121,12 @@ def test_the_model_may_follow_flags(fake_vllm: str, words: list[str], rest: list
         (["--some-sizes", "1", "2"], "2"),
     ],
 )
-def test_a_model_that_may_be_a_flags_value_is_asked_for(fake_vllm: str, words: list[str], unclear: str) -> None:
+def test_an_ambiguous_model_argument_is_refused(fake_vllm: str, words: list[str], unclear: str) -> None:
     with pytest.raises(UserError, match=f"^{unclear} may be the model or a flag's value"):
         vllm_engine.command(words)
 
 
-def test_fledges_names_become_folders(fake_vllm: str, tiny_folder: Path, tmp_path: Path) -> None:
+def test_fledges_drafter_flags_become_a_speculative_config(fake_vllm: str, tiny_folder: Path, tmp_path: Path) -> None:
     command = vllm_engine.command([str(tiny_folder), "--drafter", str(tmp_path), "--depth", "3", "--engine=vllm"])
     config = json.loads(command[command.index("--speculative-config") + 1])
     assert config == {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
@@ -147,12 +147,12 @@ def test_a_drafter_stored_in_8_bits_is_unpacked_for_vllm(
         assert "quantization_config" not in json.loads((given / "config.json").read_text())
 
 
-def test_flags_of_our_own_engine_are_refused(fake_vllm: str) -> None:
+def test_flags_of_fledges_own_engine_are_refused(fake_vllm: str) -> None:
     with pytest.raises(UserError, match="--max-queue"):
         vllm_engine.command(["org/model", "--max-queue", "3"])
 
 
-def test_a_missing_vllm_is_told_with_the_way_to_install_it(
+def test_a_missing_vllm_is_reported_with_how_to_install_it(
     fake_vllm: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     empty = tmp_path / "empty"
@@ -176,6 +176,6 @@ def test_a_missing_vllm_is_told_with_the_way_to_install_it(
         (["--speculative-config", "[]"], "JSON object"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(fake_vllm: str, words: list[str], named: str) -> None:
+def test_invalid_speculation_flags_are_refused(fake_vllm: str, words: list[str], named: str) -> None:
     with pytest.raises(UserError, match=named):
         vllm_engine.command(["org/model", *words])

@@ -1,7 +1,7 @@
-"""Put on a server's PYTHONPATH: engine steps fail as the file $FLEDGE_TEST_FAULT says, in whichever process the engine runs.
+"""Makes engine steps fail as the file $FLEDGE_TEST_FAULT says, in any process that has this folder on its PYTHONPATH.
 
-The file holds how many steps are good, how many fail, and the name of a fault. Each step takes one off; without a file all is
-well.
+The file contains the number of steps that succeed, the number that fail after them, and the name of a fault. Each step
+decrements one of them. Without the file no step fails.
 """
 
 import importlib.util
@@ -32,11 +32,11 @@ class _Hook:
         spec = importlib.util.find_spec(name)
         load = spec.loader.exec_module
 
-        def load_and_spoil(module):
+        def load_and_patch(module):
             load(module)
             step = module.Engine.step
 
-            def spoiled(engine):
+            def step_with_faults(engine):
                 try:
                     with open(os.environ["FLEDGE_TEST_FAULT"]) as file:
                         good, bad, fault = file.read().split(" ", 2)
@@ -51,9 +51,9 @@ class _Hook:
                     os.unlink(os.environ["FLEDGE_TEST_FAULT"])
                 return step(engine) if is_good else _fail(fault)
 
-            module.Engine.step = spoiled
+            module.Engine.step = step_with_faults
 
-        spec.loader.exec_module = load_and_spoil
+        spec.loader.exec_module = load_and_patch
         return spec
 
 
