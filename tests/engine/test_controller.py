@@ -114,9 +114,9 @@ def test_the_guard_lowers_the_depth_of_captured_cycles(texts, plain):
         state, drafts = slots.rows, slots.drafts
         cycles.append((int(state.active.sum()), depth))
         for request, row in engine.executor.row_of.items():
-            said = int(state.answered[row])
-            right = 0 if request is requests[1] and len(request.prompt) + said in BAD else usual_reach(said)
-            coming = truth[tuple(request.prompt)][said : said + depth]
+            num_answered = int(state.answered[row])
+            right = 0 if request is requests[1] and len(request.prompt) + num_answered in BAD else usual_reach(num_answered)
+            coming = truth[tuple(request.prompt)][num_answered : num_answered + depth]
             for place, token in enumerate(coming):
                 drafts[row, place] = token if place < right else (token + 1) % 128
         return Drafted()

@@ -460,6 +460,7 @@ def test_cycle_times_exclude_prefill_chunks_between_them(monkeypatch):
 
 @pytest.mark.parametrize("few_keys", [128, 10**6])
 def test_warm_up_records_the_usual_cycles(few_keys, monkeypatch):
+    """Cycles of every size, depth and sampling mode, and cycles of few rows with long contexts."""
     monkeypatch.setattr(device_batch, "FEW_KEYS", few_keys)
     executor = device_engine(tiny_decoder(3), max_model_len=400, page_size=64, max_batched_tokens=512).executor
     batch, recorded = executor.batch, {"cycles": [], "prefills": [], "chunks": []}

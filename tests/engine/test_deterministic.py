@@ -117,7 +117,7 @@ def keys_of(batch, row: int, length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("prefilling", ["in one pass", "in chunks", "after a cached prefix"])
 @pytest.mark.parametrize(("rows", "depth"), [(6, 0), (1, 0), (6, 3)])
-def test_the_captured_cycle_run_eagerly(prefilling, rows, depth, monkeypatch):
+def test_cached_keys_do_not_depend_on_prefill_or_drafts(prefilling, rows, depth, monkeypatch):
     """With the kernels' references: however prompts are prefilled, with or without drafts, the cache holds the same bits."""
     monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 8)
     decoder, drafter = networks()

@@ -87,14 +87,14 @@ def test_a_seeded_answer_does_not_depend_on_concurrent_requests():
 @pytest.mark.parametrize("huge", [2**32 + 1, 10**30])
 def test_limits_above_int32_mean_no_limit(huge, capture):
     usual = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
-    for params, alike in (
+    for params, equivalent in (
         (replace(usual, top_k=huge), usual),
         (replace(usual, max_tokens=huge, min_tokens=huge), replace(usual, max_tokens=1000, min_tokens=1000)),
     ):
         engines = [
             build_engine(tiny_decoder(), Speculation(None), replace(CPU, max_model_len=32), capture=capture) for _ in range(2)
         ]
-        answers = [run(engine, [PROMPT], one) for engine, one in zip(engines, (params, alike), strict=True)]
+        answers = [run(engine, [PROMPT], one) for engine, one in zip(engines, (params, equivalent), strict=True)]
         assert answers[0] == answers[1]
         assert answers[0][0]
 

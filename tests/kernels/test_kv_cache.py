@@ -31,7 +31,7 @@ TYPES = ["float32", "float16", "q8_0"]
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
 
-def test_blocks_equal_ggufs():
+def test_q8_0_blocks_equal_those_of_gguf():
     x = torch.randn(3, 5, 64) * torch.tensor([1e-3, 1.0, 300.0])[:, None, None]
     x[1, 2, :32] = 0.0
     stored = encode(x, torch.uint8)

@@ -26,7 +26,7 @@ def expected(text: list[int], depth: int, longest: int, shortest: int) -> list[i
 
 @pytest.mark.parametrize(("longest", "shortest"), [(4, 2), (3, 3), (5, 1)])
 @pytest.mark.parametrize(("alphabet", "depth"), [(2, 6), (5, 4), (40, 1)])
-def test_drafts_equal_the_indexs(alphabet, depth, longest, shortest):
+def test_drafts_equal_those_of_the_index(alphabet, depth, longest, shortest):
     tokens, lengths = random_texts(60, 50, alphabet, "cpu")
     drafts = ngram_drafts(tokens, lengths, torch.ones(60, dtype=torch.int32), 60, depth, longest, shortest)
     assert drafts.dtype == torch.int64
@@ -52,7 +52,7 @@ def test_inactive_rows_repeat_their_last_token():
     assert drafts.tolist() == [[3, 1], [2, 2]]
 
 
-def test_drafts_of_a_growing_text_equal_the_indexs():
+def test_drafts_of_a_growing_text_equal_those_of_the_index():
     tokens, _ = random_texts(5, 64, 3, "cpu")
     indexes = [_NgramIndex(4, 2) for _ in tokens]
     lengths = torch.tensor([1, 4, 9, 2, 7], dtype=torch.int32)

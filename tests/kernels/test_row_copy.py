@@ -9,7 +9,7 @@ from fledge.kernels.row_copy import copy, join, put, take
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_row_copies_equal_torchs(dtype):
+def test_row_copies_equal_those_of_torch(dtype):
     x, rows = torch.randn(7, 5).to(dtype), [6, 0, 3, 3]
     assert torch.equal(take(x, rows), x[rows])
     assert torch.equal(join([x[:2], x[4:]]), torch.cat([x[:2], x[4:]]))
