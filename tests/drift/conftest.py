@@ -1,4 +1,4 @@
-"""A lab run over a tiny model and four drafters, once for all tests of it."""
+"""Fixtures: one lab run over a tiny model and four drafters, shared by all drift tests."""
 
 from __future__ import annotations
 

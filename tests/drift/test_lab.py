@@ -1,4 +1,4 @@
-"""The whole lab on a tiny model: every suite, the report, its verdicts, and the command."""
+"""The drift lab on a tiny model: every suite, the report, its verdicts, and the command."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def suite(figures, name):
     return next(one for one in figures["suites"] if one["name"] == name)
 
 
-def test_every_suite_is_there(figures):
+def test_all_suites_are_run(figures):
     assert [one["name"] for one in figures["suites"]] == [
         "domains", "templates", "system prompts", "context length", "multi-turn", "noise", "depth", "temperature",
     ]  # fmt: skip
@@ -74,7 +74,7 @@ def test_every_suite_is_there(figures):
     assert len(suite(figures, "multi-turn")["conditions"]) == 4
 
 
-def test_lengths_reach_the_models_limit(figures):
+def test_lengths_go_up_to_the_models_limit(figures):
     conditions = suite(figures, "context length")["conditions"]
     tokens = [one["prompt_tokens"] for one in conditions]
     assert [one["name"] for one in conditions] == ["128 tokens", "256 tokens", "1488 tokens"]
@@ -99,8 +99,8 @@ def test_probes_by_step_and_head(figures):
     assert list(states) == ["layer 1", "layer 2", "layer 3", "fc output", *parts]
 
 
-def test_acceptance_is_that_of_the_engine(figures, folders):
-    """The templates suite's figure, served: the same prompts, the same drafter, the same depth."""
+def test_acceptance_equals_the_engines(figures, folders):
+    """The engine serves the templates suite's prompts with the same drafter and depth."""
     tokenizer = Tokenizer(folders / "model")
     few = chosen(load_items("builtin", limit=1), 2)
     prompts = list(next(c for c in chat_templates(tokenizer, few).conditions if c.name == "Alpaca").prompts.values())
@@ -113,7 +113,7 @@ def test_acceptance_is_that_of_the_engine(figures, folders):
     assert condition["drafters"]["three-one"]["acceptance_length"][3] == pytest.approx(engine.stats.acceptance_length)
 
 
-def test_verdicts_tell_a_state_that_grows_from_one_that_keeps_its_size(figures):
+def test_verdicts_distinguish_growing_and_constant_states(figures):
     found = {name: {one.what: one for one in verdicts(figures, name)} for name in ("three", "three-one")}
     size = "fed-back RMS, step 8 over step 1"
     assert not found["three"][size].passed
@@ -126,7 +126,7 @@ def test_verdicts_tell_a_state_that_grows_from_one_that_keeps_its_size(figures):
     assert rows[0][0] == "acceptance length at depth 5, all prompts"
 
 
-def test_command_writes_a_report_that_stands_alone(figures, tmp_path, monkeypatch):
+def test_the_command_writes_a_self_contained_report(figures, tmp_path, monkeypatch):
     import typer
 
     from fledge.cli.drift import drift
@@ -148,7 +148,7 @@ def test_command_writes_a_report_that_stands_alone(figures, tmp_path, monkeypatc
     assert stored["verdicts"]["three"][1]["passed"] is False
 
 
-def test_a_drafters_folder_says_how_it_was_trained(folders, tmp_path):
+def test_training_settings_are_read_from_the_drafters_folder(folders, tmp_path):
     shutil.copytree(folders / "three", tmp_path / "known")
     augmentation = {"template_probability": 0.1, "no_template_probability": 0.05, "templates": ["alpaca"]}
     recipe = {
@@ -178,19 +178,19 @@ def test_a_drafter_without_states_is_refused(folders):
         run_lab(str(folders / "model"), ["ngram"], settings=SETTINGS)
 
 
-def test_a_condition_without_answers_counts_nothing():
+def test_a_condition_without_answers_has_empty_figures():
     figures = MetricAccumulator((1, 3)).to_dict()
     assert figures["acceptance_length"] == {1: 1.0, 3: 1.0}
     assert figures["texts"] == 0
 
 
-def test_a_drafter_that_accepts_nothing_is_called_so(figures):
+def test_a_drafter_that_accepts_almost_nothing_fails_its_verdict(figures):
     probes = {**figures["probes"]["three"], "acceptance_length": {5: 1.05}}
     first = verdicts({**figures, "probes": {**figures["probes"], "three": probes}}, "three")[0]
     assert (first.value.split(";")[0], first.limit, first.passed) == ("1.05", "≥ 1.2", False)
 
 
-def test_no_bos_drops_one_token(folders):
+def test_no_bos_drops_the_first_token(folders):
     tokenizer = Tokenizer(folders / "model")
     messages = [{"role": "user", "content": "the cat"}]
     own = templates.own_template(tokenizer, messages)
@@ -200,7 +200,7 @@ def test_no_bos_drops_one_token(folders):
     assert "### Response:" in tokenizer.decode(templates.foreign(tokenizer, "Alpaca", messages))
 
 
-def test_later_turns_hold_the_targets_answers(folders):
+def test_later_turns_contain_the_targets_answers(folders):
     tokenizer = Tokenizer(folders / "model")
     answer = tokenizer.encode("the lazy dog")
 
@@ -213,8 +213,8 @@ def test_later_turns_hold_the_targets_answers(folders):
     assert "east" in text
 
 
-def test_a_conversation_that_has_grown_too_long_ends(folders):
-    """Some templates refuse two turns of the user in a row."""
+def test_a_conversation_that_is_too_long_ends(folders):
+    """Skipping a turn is not possible: some templates refuse two user turns in a row."""
     tokenizer, items = Tokenizer(folders / "model"), [Item("a", "b", ("one", "cat " * 900, "two"))]
     made = multi_turn(tokenizer, items, len(CONVERSATIONS) + 1, lambda prompts: [[3, 2]] * len(prompts), 900, (2,))
     last = f"conversation {len(CONVERSATIONS)}"
@@ -233,13 +233,13 @@ def test_documents(tmp_path, folders):
     assert isinstance(documents[0], Document)
 
 
-def test_answers_at_every_length_begin_alike(folders):
+def test_answers_at_every_length_have_the_same_opening(folders):
     tokenizer, asked = Tokenizer(folders / "model"), []
     document = Document("cats", "the lazy dog sees the cat. " * 400)
 
     def answer(prompts):
         asked.extend(prompts)
-        return [[number + 3] * (80 if number else 8) for number in range(len(prompts))]  # the first is short
+        return [[number + 3] * (80 if number else 8) for number in range(len(prompts))]  # the first answer is short
 
     item = Item("a", "b", ("Is it late?",))
     made = lengths(tokenizer, [document], [item], (200, 400, 4000), 2, 2, answer, 1000, "mine")
@@ -257,7 +257,7 @@ def test_answers_at_every_length_begin_alike(folders):
     assert sum("Is it late?" in text for text in texts) == 2
 
 
-def test_a_length_that_the_template_fills_is_left_out(folders):
+def test_lengths_filled_by_the_template_are_left_out(folders):
     tokenizer = Tokenizer(folders / "model")
     preamble = "{{ '<|im_start|>system\n" + "the lazy dog " * 40 + "<|im_end|>\n' }}"
     template = preamble + "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -281,7 +281,7 @@ def test_a_length_that_the_template_fills_is_left_out(folders):
     assert made(Tokenizer(copy), sizes[:1]) == []
 
 
-def test_no_room_for_prompts_is_said(folders):
+def test_no_room_for_prompts_is_refused(folders):
     with pytest.raises(UserError, match=r"48 tokens of context less 12 for the answer leave 36; raise --max-model-len"):
         run_lab(str(folders / "model"), [str(folders / "three")], settings=SETTINGS, dtype="float32", max_model_len=48)
 
@@ -293,8 +293,8 @@ def test_a_baseline_that_does_not_fit_is_none():
     assert (within(suite, 5).baseline, [one.name for one in within(suite, 5).conditions]) == (None, ["no template"])
 
 
-def test_new_templates_are_new_to_every_drafter():
-    """Training's augmentation renders the marked ones the same way, but for a preamble or white space; no other."""
+def test_lab_templates_are_not_training_templates_unless_marked():
+    """Training's augmentation renders only the marked templates the same way, apart from a preamble or white space."""
     messages = [{"role": "user", "content": "QUESTION"}]
 
     def bare(text):
@@ -321,7 +321,7 @@ def test_parts_of_the_fused_input_add_up(folders):
     assert not drafter.fc._forward_pre_hooks
 
 
-def test_figures_without_loops_and_errors_of_changes_are_kept():
+def test_figures_without_loops_and_errors_of_changes():
     accumulator, ones = MetricAccumulator((1,)), torch.ones(2, dtype=torch.double)
     for name, right, size, looping in (("a", 0.0, 1.0, False), ("b", 4.0, 3.0, True), ("c", 2.0, 2.0, False)):
         sums = {"joint_acceptance": (ones * right, ones * 4), "rms": (torch.tensor([4.0, 4 * size]).double(), ones * 4)}
@@ -331,11 +331,11 @@ def test_figures_without_loops_and_errors_of_changes_are_kept():
     assert found["joint_acceptance_not_looping"] == [0.25, 0.25]
     assert (found["rows_inside"], found["rows_inside_not_looping"]) == ([12, 12], [8, 8])
     assert found["rms_ratio"] == 2
-    assert found["rms_change_error"] == pytest.approx((2 / 3 / 2) ** 0.5)  # of the mean of 1, 2 and 3
+    assert found["rms_change_error"] == pytest.approx((2 / 3 / 2) ** 0.5)  # standard error of the mean of 1, 2 and 3
 
 
-def test_a_question_under_two_conditions_is_one_sample():
-    """The same counts once more are nothing new: the error must not shrink."""
+def test_a_prompt_under_two_conditions_is_one_sample():
+    """Counting the same prompt twice adds no information: the error must not shrink."""
     once = {"a": Count(10, 10), "b": Count(20, 10), "c": Count(24, 10)}
     base = {"a": Count(10, 10), "b": Count(10, 10), "c": Count(10, 10)}
     single = length_ratio(list(once.values()), list(base.values()))
@@ -344,7 +344,7 @@ def test_a_question_under_two_conditions_is_one_sample():
     assert length_ratio([*once.values()] * 2, [*base.values()] * 2).error < single.error
 
 
-def test_ratios_of_accepted_drafts_have_the_jackknifes_error():
+def test_errors_of_accepted_ratios_equal_the_jackknifes():
     torch.manual_seed(0)
     draw = [
         [Count(float(a), float(s)) for a, s in zip(torch.rand(40) * 30 + 20, torch.rand(40) * 5 + 10, strict=True)]

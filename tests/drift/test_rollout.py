@@ -1,4 +1,4 @@
-"""The rollout of known texts against the serving engine's own count, together and one by one, greedy and sampled."""
+"""Rollouts over known texts give the engine's acceptance counts, alone and in groups, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fledge.engine.config import EngineConfig
 from fledge.sampling import SamplingParams
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
-VOCABULARY = 5  # so small that a random drafter is right now and then
+VOCABULARY = 5  # so small that a random drafter is sometimes right
 PROMPTS = [[1, 4, 2, 3], [1, 2, 3, 4, 0, 1, 2], [0, 3, 2], [4, 1]]
 NEW_TOKENS = 24
 VARIANTS = [
@@ -41,7 +41,7 @@ def served(decoder, drafter, depth):
 
 
 @pytest.mark.parametrize("flags", VARIANTS, ids=str)
-def test_counts_what_the_engine_counts(flags):
+def test_counts_equal_the_engines(flags):
     decoder, drafter = pair(**flags)
     accepted = 0
     for depth in (2, 5):
@@ -61,7 +61,7 @@ def texts_of(decoder, drafter, depth=3):
 
 
 def assert_same(ours: Rollout, theirs: list[Rollout], skip: list[int] | None = None) -> None:
-    """Up to rounding, which may turn a tie between two drafts: rows that drafted otherwise are few, and left out."""
+    """Equal up to rounding, which may decide a tie between two drafts: the few rows with other drafts are left out."""
     skip = skip or [0] * len(theirs)
 
     def joined(name):
@@ -79,7 +79,7 @@ def assert_same(ours: Rollout, theirs: list[Rollout], skip: list[int] | None = N
 
 
 @pytest.mark.parametrize("flags", VARIANTS, ids=str)
-def test_texts_roll_out_together_as_alone(flags):
+def test_a_group_of_texts_rolls_out_like_each_alone(flags):
     decoder, drafter = pair(**flags)
     texts = texts_of(decoder, drafter)
     together = roll_out(drafter, texts, 6, sink=1)
@@ -88,8 +88,8 @@ def test_texts_roll_out_together_as_alone(flags):
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_what_a_window_hides_makes_no_difference(layers):
-    """Columns that no row can see are left out; with rows from the first token on, none are."""
+def test_columns_outside_the_window_do_not_matter(layers):
+    """Columns that no row can attend to are left out; with rows from the first token on, none are."""
     decoder, drafter = pair(window=3, num_layers=layers)
     text = texts_of(decoder, drafter)[1]
     assert text.answer_start > 3 * layers
@@ -97,26 +97,26 @@ def test_what_a_window_hides_makes_no_difference(layers):
     assert_same(roll_out(drafter, text, 6, sink=1), [roll_out(drafter, early, 6, sink=1)], [text.answer_start - 1])
 
 
-def test_texts_of_like_length_go_together():
+def test_texts_of_similar_length_are_grouped():
     groups = list(in_groups([5, 90, 6, 200, 7], room=100))
     assert groups == [[0, 2, 4], [1], [3]]
 
 
-def test_pieces_of_rows_make_no_difference(monkeypatch):
+def test_chunks_of_rows_do_not_change_results(monkeypatch):
     decoder, drafter = pair()
     request = served(decoder, drafter, 3)[0]
     text = TargetText.of(decoder, request.tokens, len(request.prompt), drafter.config.aux_layer_ids)
     whole = roll_out(drafter, text, 4)
     monkeypatch.setattr("fledge.drift.rollout.PROBABILITIES_AT_ONCE", 500)
-    pieces = roll_out(drafter, text, 4)
-    assert whole.drafted_MJ.tolist() == pieces.drafted_MJ.tolist()
-    for one, other in zip(whole.attention, pieces.attention, strict=True):
+    chunked = roll_out(drafter, text, 4)
+    assert whole.drafted_MJ.tolist() == chunked.drafted_MJ.tolist()
+    for one, other in zip(whole.attention, chunked.attention, strict=True):
         torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("flags", VARIANTS[1:3], ids=str)
-def test_sampled_acceptance_is_that_of_the_engine(flags):
-    """The engine's rejection sampling, many times over, against the expectation over what the target writes by itself."""
+def test_expected_sampled_acceptance_equals_the_engines(flags):
+    """Many sampled runs of the engine, against the expectation computed on texts sampled from the target alone."""
     decoder, drafter = pair(**flags)
     temperature, depth, count, size = 0.7, 3, 300, 8
 
@@ -140,10 +140,10 @@ def test_sampled_acceptance_is_that_of_the_engine(flags):
     ours, theirs = acceptance_length(expected_counts), acceptance_length(served_counts)
     assert ours.value > 1.1
     assert abs(ours.value - theirs.value) < 4.5 * (ours.error**2 + theirs.error**2) ** 0.5
-    assert ours.error < theirs.error  # chance in the drafts is gone
+    assert ours.error < theirs.error  # the expectation removes the randomness of drafts
 
 
-def test_target_probabilities_are_those_of_its_head():
+def test_target_probabilities_equal_the_heads():
     decoder, drafter = pair()
     text = texts_of(decoder, drafter)[1]
     p = target_probabilities(decoder, [text, text], 3, 0.5)
@@ -155,21 +155,21 @@ def test_target_probabilities_are_those_of_its_head():
     assert p[text.num_rows - 1, 1:].tolist() == [1, 1]
 
 
-def test_expected_walk_follows_every_path():
-    """By hand, depth 2, three rows. From row 0: none stand (1/2) -> row 1; one (1/4) -> row 2; both (1/4) -> the end."""
-    stands = [[0.5, 0.5], [0.0, 0.0], [0.25, 0.0]]
-    count = expected_walk(stands, 2)
+def test_expected_walk_covers_every_path():
+    """Computed by hand: depth 2, three rows. From row 0: 0 accepted (1/2) -> row 1; 1 (1/4) -> row 2; 2 (1/4) -> the end."""
+    accept_prob = [[0.5, 0.5], [0.0, 0.0], [0.25, 0.0]]
+    count = expected_walk(accept_prob, 2)
     assert count.steps == pytest.approx(1 + 0.5 + (0.25 + 0.5))
     assert count.accepted == pytest.approx(0.5 + 0.25 + 0.75 * 0.25)
 
 
-def test_expected_walk_of_certain_drafts_is_the_walk():
+def test_expected_walk_of_certain_drafts_equals_walk():
     generator = torch.Generator().manual_seed(5)
-    stands = torch.rand(40, 4, generator=generator) < 0.6
-    matched = stands.long().cumprod(1).sum(1).tolist()
+    accept_prob = torch.rand(40, 4, generator=generator) < 0.6
+    matched = accept_prob.long().cumprod(1).sum(1).tolist()
     for depth in (1, 2, 4):
         whole = walk(matched, depth)
-        assert expected_walk(stands.double().tolist(), depth) == pytest.approx((whole.accepted, whole.steps))
+        assert expected_walk(accept_prob.double().tolist(), depth) == pytest.approx((whole.accepted, whole.steps))
         assert counted(matched, depth) == (whole.accepted, whole.steps)
 
 
@@ -177,9 +177,9 @@ def test_standard_errors():
     counts = [Count(2, 1), Count(0, 1), Count(2, 1), Count(0, 1)]
     estimate = acceptance_length(counts)
     assert estimate.value == 2
-    assert estimate.error == pytest.approx((4 / 3 * 4 * (1 / 4) ** 2) ** 0.5)  # that of a mean of 2, 0, 2, 0
+    assert estimate.error == pytest.approx((4 / 3 * 4 * (1 / 4) ** 2) ** 0.5)  # the error of the mean of 2, 0, 2, 0
     doubled = [Count(3, 1), Count(1, 1), Count(3, 1), Count(1, 1)]
-    assert length_ratio(counts, counts) == (1, 0)  # a pair's own ups and downs drop out
+    assert length_ratio(counts, counts) == (1, 0)  # variation common to a pair cancels
     assert length_ratio(doubled, counts).value == pytest.approx(3 / 2)
     assert length_ratio(doubled, counts).error < length_ratio(doubled, counts[::-1]).error * 1.01
     assert acceptance_length(counts[:1]).error is None
@@ -195,7 +195,7 @@ def test_walk_counts_positions():
     assert counted([], depth=3) == (0, 0)
 
 
-def test_a_text_without_rows_gives_nothing():
+def test_a_text_without_rows_has_no_counts():
     decoder, drafter = pair(fc_norm=True)
     texts = texts_of(decoder, drafter)
     short = TargetText.of(decoder, [1, 2, 3], 2, drafter.config.aux_layer_ids)

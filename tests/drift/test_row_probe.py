@@ -1,4 +1,4 @@
-"""Looks at captured cycles see what the live probe sees of the same requests in the eager engine, and change nothing."""
+"""The probe of captured cycles measures what the live probe measures in the eager engine, and does not change answers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.drift.test_rollout import NEW_TOKENS, PROMPTS, VARIANTS, pair
 
 DEPTH = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-ON_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
-DEVICES = ["cpu", pytest.param("cuda", marks=ON_CARD)]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 
 def engines(decoder, drafter, device="cpu") -> tuple[Engine, Engine]:
-    """The eager engine and one that runs captured rows."""
+    """An eager and a captured engine with the same networks."""
     sizes = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_tokens": 4096, "page_size": 64, "prefix_caching": False}
     config = EngineConfig(device=device, dtype="float32", **sizes)
     other, speculation = deepcopy(decoder).to(device), Speculation(deepcopy(drafter).to(device), DEPTH, adaptive=False)
@@ -32,17 +32,17 @@ def engines(decoder, drafter, device="cpu") -> tuple[Engine, Engine]:
     return eager, build_engine(other, speculation, config, capture=None if device == "cuda" else False)
 
 
-def heard_of(engine, probe, prompts) -> tuple[list, list]:
-    heard, tell = [], probe.listener
-    probe.listener = lambda sequence, figures: (heard.append((sequence, figures)), tell and tell(sequence, figures))
+def probed(engine, probe, prompts) -> tuple[list, list]:
+    calls, listener = [], probe.listener
+    probe.listener = lambda sequence, figures: (calls.append((sequence, figures)), listener and listener(sequence, figures))
     requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
     while engine.has_unfinished():
         engine.step()
-    return requests, heard
+    return requests, calls
 
 
 def is_same(seen: dict, known: dict) -> bool:
-    """As far as both go; the room at an answer's end is the eager engine's business."""
+    """Compares the steps that both have: at an answer's end the eager engine drafts fewer tokens."""
     for name in NAMES:
         first, steps = 0 if name == "rms" else 1, min(len(known[name]), len(seen[name]))
         assert seen[name][:first] == [None] * first
@@ -54,42 +54,40 @@ def is_same(seen: dict, known: dict) -> bool:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("flags", VARIANTS, ids=str)
 @pytest.mark.parametrize("cycles", [1, 3])
-def test_a_look_sees_what_the_live_probe_sees(flags, device, cycles, monkeypatch):
+def test_samples_equal_the_live_probes(flags, device, cycles, monkeypatch):
     decoder, drafter = pair(**flags)
     eager, captured = engines(decoder, drafter, device)
     monkeypatch.setattr(LaunchAhead, "cycles", property(lambda _: cycles, lambda *_: None), raising=False)
-    (one,), wanted = heard_of(eager, LiveProbe(eager.drafter, every=1, sink=1), PROMPTS[:1])
+    (one,), wanted = probed(eager, LiveProbe(eager.drafter, every=1, sink=1), PROMPTS[:1])
     probe = LiveProbe(captured.drafter, every=1, sink=1)
     RowProbe(captured.executor, probe, every=1)
-    (other,), found = heard_of(captured, probe, PROMPTS[:1])
+    (other,), found = probed(captured, probe, PROMPTS[:1])
     assert one.tokens == other.tokens
     assert len(found) > 2
-    left = iter(wanted)  # not all: one look a launch, and the last ones end with the request or are late
+    left = iter(wanted)  # only some are sampled: one per launch, and the last ones come too late
     for _, seen in found:
-        assert any(is_same(seen, known) for _, known in left), (
-            "no draft of the eager engine looked like this, or not in this order"
-        )
+        assert any(is_same(seen, known) for _, known in left), "no draft of the eager engine, in this order, has these figures"
     assert probe.snapshot()["sink_share"][0] is None
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_looking_changes_nothing(device):
+def test_probing_does_not_change_answers(device):
     decoder, drafter = pair(fc_norm=True, norm_output=True)
     _, unwatched = engines(deepcopy(decoder), deepcopy(drafter), device)
     plain = [unwatched.add_request(prompt, GREEDY) for prompt in PROMPTS]
     while unwatched.has_unfinished():
         unwatched.step()
     _, watched = engines(decoder, drafter, device)
-    requests, heard = heard_of(watched, watch_drafts(watched, every=1, sink=1), PROMPTS)
+    requests, calls = probed(watched, watch_drafts(watched, every=1, sink=1), PROMPTS)
     watched.check_integrity()
     assert [one.tokens for one in requests] == [one.tokens for one in plain]
     assert [one.stats for one in requests] == [one.stats for one in plain]
-    assert {sequence for sequence, _ in heard} == set(requests)  # each has its turn
+    assert {sequence for sequence, _ in calls} == set(requests)  # every request is probed
     guard = watched.controller.guard
-    assert sum(band.probes for band in guard.bands["sink_share"]) == sum(len(figures["rms"]) - 1 for _, figures in heard)
+    assert sum(band.probes for band in guard.bands["sink_share"]) == sum(len(figures["rms"]) - 1 for _, figures in calls)
 
 
-def test_only_every_so_many_launches_and_nothing_of_rows_that_have_left():
+def test_every_nth_launch_is_probed_and_finished_rows_are_not():
     decoder, drafter = pair()
     _, engine = engines(decoder, drafter)
     probe = watch_drafts(engine, every=3, sink=1)
@@ -99,32 +97,32 @@ def test_only_every_so_many_launches_and_nothing_of_rows_that_have_left():
     row_probe = engine.executor.before_drafts
     assert 0 < probe.num_sampled <= row_probe.seen // 3
     num_sampled = probe.num_sampled
-    gone = engine.add_request(PROMPTS[0], GREEDY)
+    finished = engine.add_request(PROMPTS[0], GREEDY)
     engine.step()
     row_probe.seen = 2
-    row_probe({0: gone}, DEPTH)
+    row_probe({0: finished}, DEPTH)
     assert probe.num_sampled == num_sampled + 1
-    engine.executor.batch.state.rows.active.zero_()  # it has ended on the device, which the host does not know yet
+    engine.executor.batch.state.rows.active.zero_()  # finished on the device, which the host does not know yet
     row_probe.seen = 2
-    row_probe({0: gone}, DEPTH)
+    row_probe({0: finished}, DEPTH)
     assert probe.num_sampled == num_sampled + 1
 
 
-def test_rows_with_very_many_keys_are_not_looked_at(monkeypatch):
+def test_rows_with_too_many_keys_are_not_probed(monkeypatch):
     _, engine = engines(*pair())
     probe = watch_drafts(engine, every=1, sink=1)
-    for most_keys, looks in ((63, False), (64, True)):  # a row has a page of 64
+    for most_keys, is_probed in ((63, False), (64, True)):  # a row has a page of 64
         monkeypatch.setattr(live, "MOST_KEYS", most_keys)
         probe.reset()
         engine.add_request(PROMPTS[0], GREEDY)
         while engine.has_unfinished():
             engine.step()
-        assert bool(probe.num_sampled) == looks
+        assert bool(probe.num_sampled) == is_probed
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_look_never_waits_for_the_device():
+def test_a_sample_does_not_synchronise():
     decoder, drafter = pair(fc_norm=True, norm_output=True)
     _, engine = engines(decoder, drafter, "cuda")
     watch_drafts(engine, every=1, sink=1)

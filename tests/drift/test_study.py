@@ -1,4 +1,4 @@
-"""The study's page from the figures of a run: every table is there, and its verdicts follow the figures."""
+"""The study's page, written from the figures of a run: it has every table, and its verdicts follow the figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_depths_survive_json(figures, stored):
     assert read["probes"] == figures["probes"]
 
 
-def test_the_page_has_every_part(stored, tmp_path):
+def test_the_page_has_all_parts(stored, tmp_path):
     page = write_study(json.loads(stored.read_text()), stored, tmp_path / "docs/study.md", tmp_path / "docs/images")
     text = page.read_text()
     for title in ("claimed", "must show", "draft step", "one by one", "Templates", "Context length", "Temperature"):
@@ -57,11 +57,11 @@ def verdicts_on(figures, old="three", new="three-one"):
 
 
 def shares(first, last, steps=9):
-    """Straight from step 1 to step 8."""
+    """Shares that change linearly from step 1 to step 8."""
     return [first + (last - first) * min(step, 7) / 7 for step in range(steps)]
 
 
-def test_verdicts_on_sizes_and_shares(figures):
+def test_verdicts_of_sizes_and_shares(figures):
     published = (
         {"rms_ratio": 3.6, "sink_share": shares(0.46, 0.08), "own_share": shares(0.14, 0.31)},
         {"rms_ratio": 0.99, "sink_share": shares(0.11, 0.10), "own_share": shares(0.50, 0.53)},
@@ -77,13 +77,13 @@ def test_verdicts_on_sizes_and_shares(figures):
         assert list(verdicts_on(one, "three-one", "three").values())[:3] == [NOT] * 3
     vague = with_probes(figures, three=ours[0] | known, three_one=ours[1] | {**known, "sink_share_change_error": 0.05})
     assert verdicts_on(vague)["sink"] == NOT
-    for name in ("three", "three-one"):  # older figures have no errors: by size alone
+    for name in ("three", "three-one"):  # older figures have no errors: only the size counts
         vague["probes"][name].pop("sink_share_change_error")
     assert verdicts_on(vague)["sink"] == WEAKLY
 
 
 def give_counts(condition, **by_drafter):
-    """Accepted drafts of ten steps each, text by text; the figures that follow from them."""
+    """Sets a condition's accepted drafts, text by text with ten steps each, and the figures that follow from them."""
     for name, accepted in by_drafter.items():
         one = condition["drafters"][name.replace("_", "-")]
         one["counts"] = {f"text {number}": [count, 10] for number, count in enumerate(accepted)}
@@ -97,11 +97,11 @@ def give_counts(condition, **by_drafter):
     ("old", "new", "expected"),
     [
         ([10, 11, 12, 9, 10, 11], [20, 21, 24, 19, 20, 23], HOLDS),
-        ([10, 11, 12, 9, 10, 11], [11, 12, 13, 10, 11, 12], WEAKLY),  # clear, but a tenth
-        ([10, 11, 12, 9, 10, 11], [25, 5, 30, 4, 22, 6], NOT),  # much, but anything may be
+        ([10, 11, 12, 9, 10, 11], [11, 12, 13, 10, 11, 12], WEAKLY),  # significant, but only a tenth
+        ([10, 11, 12, 9, 10, 11], [25, 5, 30, 4, 22, 6], NOT),  # large, but not significant
     ],
 )
-def test_a_ratio_must_be_large_and_clear(figures, old, new, expected):
+def test_a_ratio_must_be_large_and_significant(figures, old, new, expected):
     one = copy.deepcopy(figures)
     give_counts(condition_of(suite_of(one, "templates"), "no template"), three=old, three_one=new)
     give_counts(suite_of(one, "context length")["conditions"][-1], three=old, three_one=new)
@@ -114,11 +114,11 @@ def test_a_ratio_must_be_large_and_clear(figures, old, new, expected):
     ("old", "new", "expected"),
     [
         ([1, 0, 1, 1, 1, 0], [12, 11, 13, 12, 12, 11], HOLDS),
-        ([13, 13, 14, 12, 13, 13], [16, 16, 17, 16, 16, 16], WEAKLY),  # 3 keeps two thirds: nothing like nearly all is lost
+        ([13, 13, 14, 12, 13, 13], [16, 16, 17, 16, 16, 16], WEAKLY),  # EAGLE 3 keeps two thirds: far from losing nearly all
         ([13, 4, 19, 2, 20, 13], [16, 20, 3, 20, 2, 16], NOT),
     ],
 )
-def test_noise_must_cost_most_of_it(figures, old, new, expected):
+def test_noise_must_cost_most_of_the_acceptance(figures, old, new, expected):
     one = copy.deepcopy(figures)
     suite = suite_of(one, "noise")
     give_counts(suite["conditions"][0], three=[20] * 6, three_one=[20] * 6)
@@ -139,7 +139,7 @@ def test_noise_must_cost_most_of_it(figures, old, new, expected):
     ],
 )
 def test_depth_is_judged_over_all_rows(figures, rates, ratio, expected):
-    """Whatever the rows that are still right do: they are few, and others for each drafter."""
+    """Acceptance of the rows that are still right does not count: they are few and differ between drafters."""
     rows = {"rows_inside": [1000] * 9, "conditional_acceptance": [0.9] * 9}
     probes = [{**rows, "joint_acceptance": [0.7] * 8 + [rate]} for rate in rates]
     one = with_probes(figures, three=probes[0], three_one=probes[1])
@@ -150,7 +150,7 @@ def test_depth_is_judged_over_all_rows(figures, rates, ratio, expected):
     assert f"({1000 * rates[0]:.0f} of 1,000 / {1000 * rates[1]:.0f} of 1,000 rows)" in here
 
 
-def test_rows_of_older_figures_follow_from_their_rates():
+def test_right_rows_of_older_figures_follow_from_their_rates():
     older = {"joint_acceptance": [0.5, 0.125], "conditional_acceptance": [0.5, 0.25], "rows_on_path": [100, 48]}
     assert right_rows(older, 2) == (12, 96)
 
@@ -165,8 +165,8 @@ def test_checks_name_the_worst_condition(figures):
     assert check.value.startswith("40%")
 
 
-def test_loops_must_not_hide_a_loss(figures):
-    """Enough pairs without loops count, fewer do not."""
+def test_loops_do_not_hide_a_loss(figures):
+    """Pairs without loops count if there are enough of them."""
     for pairs, passed in ((ENOUGH_PAIRS, False), (ENOUGH_PAIRS - 1, True)):
         one = copy.deepcopy(figures)
         for suite in one["suites"][1:4]:
@@ -198,7 +198,7 @@ def test_few_pairs_have_no_error():
     assert plus_minus({"value": 1.0, "error": 0.0041}) == "1.00 ± 0.004×"
 
 
-def test_the_hardest_length_is_named(figures):
+def test_the_length_with_the_lowest_retention_is_named(figures):
     one = copy.deepcopy(figures)
     for condition, value in zip(suite_of(one, "context length")["conditions"], (1.0, 0.8, 1.1), strict=True):
         condition["drafters"]["three"] |= {
@@ -215,7 +215,7 @@ def test_drafters_are_compared_text_by_text(figures):
     assert ratio_over(figures, "templates", "three", "three") == (1, 0)
 
 
-def test_what_was_not_measured_is_said(figures):
+def test_missing_measurements_are_named(figures):
     fewer = {**figures, "drafters": figures["drafters"][:2]}
     text = study(fewer, "x.json", "images")
     assert len(re.findall(r"^Not measured: ", text, re.MULTILINE)) == 3
@@ -223,7 +223,7 @@ def test_what_was_not_measured_is_said(figures):
 
 
 def trained_figures(figures):
-    """Two drafters that differ in augmentation alone, and what is known of their training."""
+    """Figures of two drafters that differ only in augmentation, with their training settings."""
     one = copy.deepcopy(figures)
     one["drafters"] = one["drafters"][:2]
     for number, drafter in enumerate(one["drafters"]):
@@ -232,7 +232,7 @@ def trained_figures(figures):
     return one
 
 
-def test_pairs_that_differ_in_one_thing_are_compared(figures):
+def test_drafters_that_differ_in_one_setting_are_compared(figures):
     parts = comparisons(trained_figures(figures), table)
     ratio = plus_minus(ratio_over(figures, "templates", "three", "three-one")._asdict())
     assert parts[0] == "## Training under other templates and system prompts"
@@ -244,7 +244,7 @@ def test_pairs_that_differ_in_one_thing_are_compared(figures):
     ]
 
 
-def test_drafters_that_were_augmented_more_or_less_are_compared(figures):
+def test_drafters_with_different_augmentation_are_compared(figures):
     one = trained_figures(figures)
     for drafter, chance in zip(one["drafters"], (0.1, 0.4), strict=True):
         drafter["trained"] |= {"augmented": True, "augmentation": {"template_probability": chance}}
@@ -254,8 +254,8 @@ def test_drafters_that_were_augmented_more_or_less_are_compared(figures):
     assert comparisons(one, table)[1].startswith("Not measured: ")
 
 
-def test_an_ablation_of_its_own_takes_the_place_of_the_pages(figures, stored, tmp_path):
-    """The page's own drafters are two; what each fix does is another run's."""
+def test_a_separate_ablation_replaces_the_pages_own(figures, stored, tmp_path):
+    """The page's run has two drafters; the effect of each fix comes from another run."""
     fewer = {**figures, "drafters": figures["drafters"][:2]}
     apart = Ablation(json.loads(stored.read_text()), stored.name, "Trained in another room.", "So be it.")
     page = write_study(fewer, stored, tmp_path / "study.md", tmp_path / "images", apart=apart)
@@ -270,7 +270,7 @@ def test_an_ablation_of_its_own_takes_the_place_of_the_pages(figures, stored, tm
     assert f"| {suite['conditions'][0]['name']} | {' | '.join(f'{one[3]:.2f}' for one in lengths)} |" in text
 
 
-def test_the_page_says_what_was_trained_on_and_what_is_seen(figures):
+def test_the_page_names_training_templates_and_new_ones(figures):
     text = study(trained_figures(figures), "x.json", "images", "Trained in one room.")
     assert "Trained in one room." in text
     assert "† three met no template, Alpaca in training" in text
@@ -282,7 +282,7 @@ def test_the_page_says_what_was_trained_on_and_what_is_seen(figures):
     assert figures["drafters"][0]["weights_sha256"][:16] in text
 
 
-def test_older_figures_are_read(figures):
+def test_older_figures_can_be_read(figures):
     older = copy.deepcopy(figures)
     suite = suite_of(older, "system prompts")
     suite["baseline"] = suite["conditions"][0]["name"] = "none"

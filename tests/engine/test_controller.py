@@ -1,4 +1,4 @@
-"""Depth by load and by the drift guard in the engines: who is drafted for how deeply, and that no answer changes by it."""
+"""Speculation depth by load and by the drift guard, in whole engines: the depths chosen, and that answers do not change."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
 ROOMY = replace(CPU, max_model_len=480, kv_cache_tokens=8192)
-BAD = range(120, 240)  # where one text's drafts are worthless, by length
+BAD = range(120, 240)  # text lengths at which all drafts of one request are wrong
 DEPTH = 4
 
 
 def usual_reach(place: int) -> int:
-    """Two to four, the same in every run, without a period that a text could fall into step with."""
+    """Number of right draft tokens: 2 to 4, the same in every run, without a period that a text could fall into step with."""
     return 2 + random.Random(place).randrange(3)
 
 
 class DriftingOracle(OracleSpeculator):
-    """Right for two to four tokens, but for one prompt and a stretch of its text."""
+    """Drafts 2 to 4 right tokens, but none for the prompt `drifting` while its text's length is in `BAD`."""
 
     def __init__(self, answers, drifting: list[int], *, tree: bool = False) -> None:
         super().__init__(answers, DEPTH, tree=tree)
@@ -62,7 +62,7 @@ def plain(texts) -> list[list[int]]:
 
 
 def watch_depths(engine, requests) -> dict:
-    """Runs to the end; for each request, its length and allowed depth after every step."""
+    """Runs to the end. Returns for each request its (length, allowed depth) after every step."""
     depths = {request: [] for request in requests}
     while engine.has_unfinished():
         engine.step()
@@ -81,7 +81,7 @@ def check_drift(depths: dict, drifting, counts, limit: int) -> None:
     late = {depth for length, depth in depths[drifting] if BAD.start + 60 <= length <= BAD.stop}
     assert before == {limit}
     assert late == {1}
-    assert depths[drifting][-1][1] == limit, "it recovers"
+    assert depths[drifting][-1][1] == limit, "the depth must recover"
     assert counts.requests == counts.recoveries == 1
     assert counts.shortenings["acceptance"] >= 2
     assert counts.shortened == 0
@@ -89,7 +89,7 @@ def check_drift(depths: dict, drifting, counts, limit: int) -> None:
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_the_request_whose_drafts_collapse_is_shortened_and_recovers(texts, plain, tree):
+def test_a_request_with_bad_drafts_gets_a_lower_depth_and_recovers(texts, plain, tree):
     answers = {tuple(text): answer for text, answer in zip(texts, plain, strict=True)}
     oracle = DriftingOracle(answers, texts[1], tree=tree)
     control = SpeculationController(DEPTH, guard=True)
@@ -102,8 +102,8 @@ def test_the_request_whose_drafts_collapse_is_shortened_and_recovers(texts, plai
     assert not control.guard.watched
 
 
-def test_captured_cycles_watch_too_and_shorten_when_nobody_gains_from_depth(texts, plain):
-    """The same in the rows. All rows of a cycle are drafted for equally deep, so that it is shortened for its last one."""
+def test_the_guard_lowers_the_depth_of_captured_cycles(texts, plain):
+    """All rows of a captured cycle share one depth, so it is lowered only when the shortened request runs alone."""
     engine = device_engine(tiny_decoder(), Speculation(drafter(), DEPTH), max_model_len=480, kv_cache_tokens=8192)
     engine.controller.guard = DriftGuard(DEPTH, calibration_steps=60)
     truth = {tuple(text): answer for text, answer in zip(texts, plain, strict=True)}
@@ -114,9 +114,9 @@ def test_captured_cycles_watch_too_and_shorten_when_nobody_gains_from_depth(text
         state, drafts = slots.rows, slots.drafts
         cycles.append((int(state.active.sum()), depth))
         for request, row in engine.executor.row_of.items():
-            said = int(state.answered[row])
-            right = 0 if request is requests[1] and len(request.prompt) + said in BAD else usual_reach(said)
-            coming = truth[tuple(request.prompt)][said : said + depth]
+            num_answered = int(state.answered[row])
+            right = 0 if request is requests[1] and len(request.prompt) + num_answered in BAD else usual_reach(num_answered)
+            coming = truth[tuple(request.prompt)][num_answered : num_answered + depth]
             for place, token in enumerate(coming):
                 drafts[row, place] = token if place < right else (token + 1) % 128
         return Drafted()
@@ -131,11 +131,11 @@ def test_captured_cycles_watch_too_and_shorten_when_nobody_gains_from_depth(text
     assert {depth for rows, depth in cycles if rows == 1} == {1, 2, DEPTH}
 
 
-# Depth by load, with a clock that only passes move on
+# Depth by load, with a clock that only passes advance
 
 
 class Costs:
-    """A machine on which a pass costs `fixed` and then `each` for every row beyond `free`, and a draft step a tenth."""
+    """A simulated clock: a pass takes `fixed` seconds plus `each` for every row beyond `free`; a draft step takes 0.1."""
 
     def __init__(self, fixed: float = 1.0, each: float = 0.5, free: int = 6) -> None:
         self.now, self.fixed, self.each, self.free = 0.0, fixed, each, free
@@ -165,20 +165,20 @@ def adaptive_engine(oracle, costs: Costs, config=CPU) -> Engine:
     return engine
 
 
-def test_prompts_show_what_many_rows_cost():
-    """A pass over a prompt is as dear as a verification of as many rows: a crowd need not try that first."""
+def test_prefill_times_inform_verification_costs():
+    """A prefill pass costs as much as verifying the same number of rows, so this cost is known before a high load comes."""
     known, unknown = (RowCosts(AcceptanceModel(4)) for _ in range(2))
     for costs in (known, unknown):
         for rows in range(1, 9):
             costs.verify.record(rows, 1.0)
         costs.draft[4].record(1, 0.1)
     known.prefill.record(40, 18.0)
-    assert known.seconds(1, 1, 4) == unknown.seconds(1, 1, 4), "what was verified is known"
+    assert known.seconds(1, 1, 4) == unknown.seconds(1, 1, 4), "measured costs are used as they are"
     assert unknown.seconds(16, 16, 4) < 2
     assert known.seconds(16, 16, 4) > 15
 
 
-def test_drafts_come_back_only_if_they_gain_what_catching_up_takes():
+def test_drafting_resumes_only_if_it_gains_more_than_syncing_costs():
     control, costs = adaptive_controller()
     for _ in range(100):
         for rows in range(1, 9):
@@ -189,12 +189,12 @@ def test_drafts_come_back_only_if_they_gain_what_catching_up_takes():
     request = Request("one", [1, 2, 3], LONG, frozenset())
     for pending, drafts in ((0, True), (100, True), (10_000, False)):
         control.pending_tokens = lambda _, pending=pending: pending
-        control._kept = None  # chooses anew
+        control._kept = None  # forget the last choice
         assert bool(control.choose([request])) == drafts
 
 
-def test_what_drafting_costs_at_depths_that_were_not_measured():
-    """Syncing is a fixed part of it: in proportion to a depth of 1 the deeper ones would never be tried."""
+def test_draft_costs_of_unmeasured_depths_are_extrapolated():
+    """Syncing is a fixed part of the cost: scaled in proportion from depth 1, deeper drafts would never be tried."""
     costs = RowCosts(AcceptanceModel(6))
     costs.verify.record(1, 10.0)
     for _ in range(1000):
@@ -215,8 +215,8 @@ def adaptive_controller(limit: int = 4) -> tuple[SpeculationController, RowCosts
     return control, costs
 
 
-def test_a_request_after_one_without_speculation_is_drafted_for_at_once():
-    """The depth of 0 was kept for up to sixteen steps: alternating requests lost a sixth of their drafted steps."""
+def test_a_request_without_speculation_does_not_affect_the_next_one():
+    """Regression: the depth of 0 was kept for up to 16 steps; alternating requests lost a sixth of their drafted steps."""
     control, costs = adaptive_controller()
     costs.verify.record(1, 1.0)
     drafted = Request("drafted", [1, 2, 3], LONG, frozenset())
@@ -227,8 +227,8 @@ def test_a_request_after_one_without_speculation_is_drafted_for_at_once():
 
 
 @pytest.mark.parametrize(("drafting", "every"), [(0.05, PLAIN_EVERY), (1.3, PLAIN_EVERY_IF_CLOSE)])
-def test_now_and_then_one_step_goes_without_drafts(drafting: float, every: int):
-    """What a plain step takes may have been learnt in a bad moment; more often where it matters more."""
+def test_a_plain_step_is_measured_regularly(drafting: float, every: int):
+    """The known time of a plain step may be an outlier. It is measured again, more often if speculation gains little."""
     control, costs = adaptive_controller()
     for _ in range(20):
         for rows in range(1, 13):
@@ -243,7 +243,7 @@ def test_now_and_then_one_step_goes_without_drafts(drafting: float, every: int):
     assert all(later - earlier == every + 1 for earlier, later in pairwise(plain))
 
 
-def test_what_was_dear_once_is_not_held_to_be_dearer_than_more_rows():
+def test_a_batch_never_costs_more_than_a_larger_one():
     table = CostTable()
     for _ in range(20):
         table.record(8, 40.0)
@@ -251,10 +251,10 @@ def test_what_was_dear_once_is_not_held_to_be_dearer_than_more_rows():
     assert table.seconds(8) == table.seconds(14) == table.seconds(20)
     for _ in range(5):
         table.record(8, 16.0)
-    assert table.seconds(8) < 25, "a lower figure is believed sooner than a higher one"
+    assert table.seconds(8) < 25, "a lower measurement weighs more than a higher one"
 
 
-def test_costs_that_were_not_seen_for_long_are_tried_again():
+def test_old_costs_decay():
     table = CostTable()
     for _ in range(50):
         table.record(4, 1.0)
@@ -263,10 +263,10 @@ def test_costs_that_were_not_seen_for_long_are_tried_again():
         table.decay()
     assert table.seconds(4) < 0.9 < known
     table.record(4, 0.6)
-    assert table.costs[4].seconds <= 0.8, "the next measurement weighs much"
+    assert table.costs[4].seconds <= 0.8, "the next measurement must weigh more than usual"
 
 
-def test_depth_falls_to_0_in_a_crowd_and_returns_when_it_has_gone():
+def test_depth_falls_to_0_at_high_load_and_returns_afterwards():
     prompts = random_prompts(13, longest=20)
     short, long = (SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (60, 200))
     wanted = run(engine_with(tiny_decoder(), Speculation("none")), prompts, long)
@@ -285,26 +285,26 @@ def test_depth_falls_to_0_in_a_crowd_and_returns_when_it_has_gone():
     first = engine.add_request(prompts[0], long)
     engine.step()  # prefill
     alone = steps(12)
-    assert alone[0] == 0, "what a plain step costs is learnt first"
+    assert alone[0] == 0, "the cost of a plain step is measured first"
     assert alone.count(0) <= 2
     assert min(alone[2:]) >= 3
-    crowd = [engine.add_request(prompt, short) for prompt in prompts[1:]]
-    crowded = steps(40)
-    assert crowded.count(0) >= 0.8 * len(crowded)
-    assert set(crowded[20:]) == {0}
-    while any(not request.finished for request in crowd):
+    concurrent = [engine.add_request(prompt, short) for prompt in prompts[1:]]
+    under_load = steps(40)
+    assert under_load.count(0) >= 0.8 * len(under_load)
+    assert set(under_load[20:]) == {0}
+    while any(not request.finished for request in concurrent):
         engine.step()
     after = steps(10)
-    assert after[-3:] == [4, 4, 4], "speculation comes back"
+    assert after[-3:] == [4, 4, 4], "speculation must resume"
     before = first.stats.steps
     while not first.finished:
         engine.step()
     assert first.stats.steps > before
-    assert [request.answer for request in (first, *crowd)] == [wanted[0], *(answer[:60] for answer in wanted[1:])]
+    assert [request.answer for request in (first, *concurrent)] == [wanted[0], *(answer[:60] for answer in wanted[1:])]
 
 
-def test_a_poor_stretch_is_not_held_against_speculation_for_ever(monkeypatch):
-    """Nothing is accepted at first, so that nothing is drafted; now and then one draft looks whether that has changed."""
+def test_drafting_is_tried_again_after_a_stretch_of_bad_drafts(monkeypatch):
+    """Nothing is accepted at first, so nothing is drafted; an occasional draft finds out when that changes."""
     look_again = 128
     monkeypatch.setattr(controller_module, "EXPLORE_EVERY", look_again)
     prompt = random_prompts(1, longest=20)[0]
@@ -327,10 +327,11 @@ def test_a_poor_stretch_is_not_held_against_speculation_for_ever(monkeypatch):
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("tree", [None, TreeShape(2, 6)], ids=["chain", "tree"])
 @pytest.mark.parametrize("num_states", [4096, 150])
-def test_a_drafter_that_lagged_behind_drafts_as_if_it_had_not(num_states, tree, prefix_caching, monkeypatch):
-    """Depths come and go: what is drafted after catching up is what a drafter from scratch drafts; too long a lag is left."""
+def test_drafts_after_catching_up_equal_drafts_from_scratch(num_states, tree, prefix_caching, monkeypatch):
+    """The depth changes between 0 and 3. After syncing, drafts equal those of a drafter that reads the whole text; with
+    too many queued states a request continues without drafts."""
     decoder = tiny_decoder()
-    let_wait(monkeypatch, num_states)
+    limit_queue(monkeypatch, num_states)
     network = tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True)).share(decoder.embed_tokens, decoder.lm_head)
     prompts = random_prompts(6, longest=40)
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
@@ -361,23 +362,23 @@ def test_a_drafter_that_lagged_behind_drafts_as_if_it_had_not(num_states, tree, 
     assert engine.scheduler.num_preemptions > 0
     assert plain_steps > 50
     assert checked > 20 or tree is not None
-    assert_nothing_left(engine)
+    assert_queue_is_empty(engine)
 
 
-def let_wait(monkeypatch, num_states: int) -> None:
-    """So many states of the tiny decoder have room."""
+def limit_queue(monkeypatch, num_states: int) -> None:
+    """Limits the sync queue to `num_states` hidden states of the tiny decoder."""
     width = len(tiny_drafter_config().aux_layer_ids) * tiny_decoder().config.hidden_size
     monkeypatch.setattr(sync_queue, "MAX_BYTES", 4 * width * num_states)
 
 
-def assert_nothing_left(engine: Engine) -> None:
+def assert_queue_is_empty(engine: Engine) -> None:
     queue = engine.executor.queue
     assert not any((queue.pending, queue.ends, engine.executor.spans))
     assert queue.num_bytes == 0
 
 
 def hold(control: SpeculationController, depth: int) -> None:
-    """The depth that is chosen from now on."""
+    """Makes the controller choose `depth` from now on."""
 
     def choose(running):
         control.depth = depth
@@ -387,20 +388,20 @@ def hold(control: SpeculationController, depth: int) -> None:
 
 
 def lagging_engine(monkeypatch, num_states: int) -> Engine:
-    """Nothing is drafted until `hold` says so."""
-    let_wait(monkeypatch, num_states)
+    """An engine that drafts nothing until `hold` sets a depth."""
+    limit_queue(monkeypatch, num_states)
     engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3), CPU)
     hold(engine.controller, 0)
     return engine
 
 
-def test_a_request_that_lagged_too_long_goes_on_plainly(monkeypatch):
+def test_a_request_with_too_many_queued_states_continues_without_drafts(monkeypatch):
     engine = lagging_engine(monkeypatch, 5)
     control = engine.controller
     request = engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
     for _ in range(5):
         engine.step()
-    assert engine.executor.queue.num_tokens(request) == 3, "the prompt is processed at once"
+    assert engine.executor.queue.num_tokens(request) == 3, "the drafter processes the prompt at once"
     for _ in range(4):
         engine.step()
     assert request.drafter_stale
@@ -409,11 +410,11 @@ def test_a_request_that_lagged_too_long_goes_on_plainly(monkeypatch):
     while not request.finished:
         engine.step()
     assert not any(len(draft) for _, _, draft in drafts)
-    assert_nothing_left(engine)
+    assert_queue_is_empty(engine)
 
 
-def test_at_the_limit_states_of_those_who_left_make_room(monkeypatch):
-    """A pass is kept whole for as long as anyone lags behind in it. Where memory ends, each request keeps its own rows."""
+def test_at_the_memory_limit_states_of_finished_requests_are_freed(monkeypatch):
+    """All states of a pass are kept while any request has rows of it queued. At the limit each request copies its own rows."""
     engine = lagging_engine(monkeypatch, 40)
     control = engine.controller
     brief, long = (SamplingParams(max_tokens=count, temperature=0, ignore_eos=True) for count in (6, 40))
@@ -424,7 +425,7 @@ def test_at_the_limit_states_of_those_who_left_make_room(monkeypatch):
         engine.step()
     queue = engine.executor.queue
     states = queue.num_bytes // (sync_queue.MAX_BYTES // 40)
-    assert states > queue.num_tokens(stays), "others' rows of the same passes"
+    assert states > queue.num_tokens(stays), "rows of finished requests are kept with the pass"
     while queue.num_tokens(stays) < 30:
         engine.step()
         assert queue.num_bytes <= sync_queue.MAX_BYTES
@@ -435,11 +436,11 @@ def test_at_the_limit_states_of_those_who_left_make_room(monkeypatch):
     assert draft.tokens == drafted_from_scratch(tiny_decoder(), engine.drafter.network, tokens, 3)
     while engine.has_unfinished():
         engine.step()
-    assert_nothing_left(engine)
+    assert_queue_is_empty(engine)
 
 
-def crowded_engine(prefix_caching: bool = True, num_rows: int = 512) -> Engine:
-    """Where speculation is known to lose, until `hold` says otherwise."""
+def loaded_engine(prefix_caching: bool = True, num_rows: int = 512) -> Engine:
+    """An engine whose measured costs make speculation unprofitable, until `hold` sets a depth."""
     config = replace(CPU, page_size=8, prefix_caching=prefix_caching, max_batched_tokens=num_rows)
     engine = build_engine(tiny_decoder(), Speculation(tiny_drafter(), 3, drift_guard=False), config)
     executor = engine.executor
@@ -453,8 +454,8 @@ def crowded_engine(prefix_caching: bool = True, num_rows: int = 512) -> Engine:
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("num_rows", [512, 7], ids=["whole", "in chunks"])
-def test_a_prompt_waits_in_a_crowd_and_is_read_when_it_has_gone(prefix_caching, num_rows):
-    engine, prompt = crowded_engine(prefix_caching, num_rows), random_prompts(1, longest=30)[0]
+def test_under_load_the_drafter_processes_a_prompt_only_when_drafting_resumes(prefix_caching, num_rows):
+    engine, prompt = loaded_engine(prefix_caching, num_rows), random_prompts(1, longest=30)[0]
     control, queue, reads = engine.controller, engine.executor.queue, []
     make_drafts = engine.drafter.draft
     engine.drafter.draft = lambda spans, taps: reads.append(spans) or make_drafts(spans, taps)
@@ -472,11 +473,11 @@ def test_a_prompt_waits_in_a_crowd_and_is_read_when_it_has_gone(prefix_caching, 
     while not request.finished:
         engine.step()
     assert request.stats.steps > 0
-    assert_nothing_left(engine)
+    assert_queue_is_empty(engine)
 
 
-def test_prompts_do_not_wait_while_there_is_room_for_drafts():
-    engine = crowded_engine(prefix_caching=False, num_rows=7)
+def test_the_drafter_processes_prompts_at_once_while_drafting():
+    engine = loaded_engine(prefix_caching=False, num_rows=7)
     hold(engine.controller, 3)
     request = engine.add_request(list(range(1, 31)), SamplingParams(max_tokens=10, temperature=0.9, ignore_eos=True))
     while engine.has_unfinished():
@@ -485,11 +486,11 @@ def test_prompts_do_not_wait_while_there_is_room_for_drafts():
     assert request.stats.steps > 0
 
 
-def test_pages_are_shared_in_a_crowd_too_and_never_taken_for_read_by_the_drafter():
-    """Later texts begin with pages that the drafter has not read: they go on plainly, or compute them again."""
+def test_pages_the_drafter_has_not_processed_are_shared_under_load():
+    """A later request that finds such pages either continues without drafts or computes them again for the drafter."""
     prompt, params = list(range(1, 41)), SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     wanted = run(engine_with(tiny_decoder(), Speculation("none")), [prompt], params)[0]
-    engine = crowded_engine()
+    engine = loaded_engine()
     executor, network = engine.executor, engine.drafter.network
     drafts = record_drafts(engine)
 
@@ -506,9 +507,9 @@ def test_pages_are_shared_in_a_crowd_too_and_never_taken_for_read_by_the_drafter
         return request
 
     assert answered(0).num_cached == 0
-    assert answered(0).num_cached == 32, "found without the drafter's pairs"
-    left_behind = answered(3)
-    assert (left_behind.num_cached, left_behind.stats.steps) == (32, 0)
+    assert answered(0).num_cached == 32, "pages without the drafter's keys are found"
+    stale = answered(3)
+    assert (stale.num_cached, stale.stats.steps) == (32, 0)
     expects_load, executor._expects_load = executor._expects_load, lambda num_requests: False
     alone = answered(3)
     assert alone.num_cached == 0
@@ -517,10 +518,10 @@ def test_pages_are_shared_in_a_crowd_too_and_never_taken_for_read_by_the_drafter
     assert again.num_cached == 32
     assert again.stats.steps > 0
     executor._expects_load = expects_load
-    in_a_crowd = answered(3)
-    assert in_a_crowd.num_cached == 32
-    assert in_a_crowd.stats.steps > 0, "pages that the drafter has read are preferred"
-    assert_nothing_left(engine)
+    with_load = answered(3)
+    assert with_load.num_cached == 32
+    assert with_load.stats.steps > 0, "pages that the drafter has processed are preferred"
+    assert_queue_is_empty(engine)
 
 
 def test_a_seeded_answer_does_not_depend_on_load_or_guard():

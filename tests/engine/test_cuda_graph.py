@@ -1,4 +1,4 @@
-"""The captured executor (without graphs) gives the eager one's answers, whatever joins, leaves or is cancelled."""
+"""The captured executor, run without graphs, gives the eager executor's answers while requests arrive and are cancelled."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def device_engine(decoder, speculation=None, **settings) -> Engine:
 
 
 def with_costs(engine: Engine, seconds) -> None:
-    """Cycles cost `seconds(batch size, depth)`."""
+    """Replaces the engine's cost model: a cycle takes `seconds(batch size, depth)`."""
     costs = engine.executor.costs
     costs.seconds = lambda num_running, num_drafted, depth: seconds(costs.batch[0], depth) if costs.batch else None
 
@@ -57,7 +57,7 @@ def finish(engine) -> list:
 
 @pytest.fixture(params=[1, 4], ids=["single cycles", "several together"])
 def cycles(request, monkeypatch):
-    """How many cycles are launched and read together, however few rows there are."""
+    """Fixes the number of cycles that are launched and read together."""
     monkeypatch.setattr(LaunchAhead, "record", lambda *_, **__: None)
     monkeypatch.setattr(LaunchAhead, "cycles", property(lambda _: request.param, lambda *_: None), raising=False)
     monkeypatch.setattr(cuda_graph, "MAX_CYCLES_BEFORE_PREFILL", request.param)
@@ -88,8 +88,8 @@ def test_answers_equal_the_eager_engines(speculation, cycles):
         assert not found[0].stats.steps
 
 
-def test_a_crowd_in_a_small_cache_with_cancellations(cycles):
-    """64 mixed requests, some cancelled, some refused, pages for a few at a time: all end rightly, nothing is lost."""
+def test_64_requests_in_a_small_cache_with_cancellations(cycles):
+    """Some requests are cancelled or refused, and the cache holds only a few at a time. All others get their plain answers."""
     decoder, rng = tiny_decoder(3), random.Random(5)
     engine = device_engine(decoder, kv_cache_tokens=512, page_size=16)
     plain = engine_with(decoder, Speculation("none"))
@@ -125,8 +125,8 @@ def test_a_crowd_in_a_small_cache_with_cancellations(cycles):
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("speculation", [Speculation(drafter(), 3), Speculation("none")], ids=["eagle", "plain"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_rows_that_run_out_of_pages_start_over_and_lose_nothing(temperature, speculation, prefix_caching, cycles):
-    """Answers outgrow a cache that holds every prompt: the youngest give way, and say in the end what they would have said."""
+def test_preemption_does_not_change_answers(temperature, speculation, prefix_caching, cycles):
+    """The cache holds all prompts but not the answers: the newest requests are preempted; answers equal a large cache's."""
     decoder, texts = tiny_decoder(3), prompts(7, seed=8, longest=20)
     params = [SamplingParams(max_tokens=50, temperature=temperature, seed=i, ignore_eos=True) for i in range(7)]
     answers = {}
@@ -142,28 +142,28 @@ def test_rows_that_run_out_of_pages_start_over_and_lose_nothing(temperature, spe
         preempted = sum(request.num_preemptions for request in requests)
         assert preempted == engine.scheduler.num_preemptions
         assert (preempted > 0) == (kv_cache_tokens == 256)
-        assert not requests[0].num_preemptions, "the oldest is never interrupted"
+        assert not requests[0].num_preemptions, "the oldest request must never be preempted"
     assert answers[256] == answers[4096]
 
 
-def test_an_interrupted_request_can_be_cancelled():
+def test_a_preempted_request_can_be_cancelled():
     engine = device_engine(tiny_decoder(3), kv_cache_tokens=256, page_size=16)
     params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
     requests = [engine.add_request(text, params) for text in prompts(6, seed=8, longest=20)]
     while not any(request.num_preemptions for request in requests):
         engine.step()
-    interrupted = next(request for request in requests if request.num_preemptions)
-    said = interrupted.num_answer
-    engine.abort(interrupted)
+    preempted = next(request for request in requests if request.num_preemptions)
+    before = preempted.num_answer
+    engine.abort(preempted)
     engine.check_integrity()
     finish(engine)
-    assert interrupted.finish_reason == "abort"
-    assert interrupted.num_answer == said > 0
-    assert all(request.num_answer == 100 for request in requests if request is not interrupted)
+    assert preempted.finish_reason == "abort"
+    assert preempted.num_answer == before > 0
+    assert all(request.num_answer == 100 for request in requests if request is not preempted)
     assert engine.pool.num_free == engine.pool.num_pages
 
 
-def test_seeded_draws_do_not_depend_on_speculation_or_company():
+def test_seeded_samples_do_not_depend_on_speculation_or_batch():
     decoder, texts = tiny_decoder(3), prompts(10, seed=7)
     cuts = ({}, {"top_p": 0.8}, {"top_k": 4}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.7, "min_p": 0.05})
     params = [SamplingParams(max_tokens=15, temperature=0.9, seed=i, **cuts[i % len(cuts)]) for i in range(10)]
@@ -177,8 +177,8 @@ def test_seeded_draws_do_not_depend_on_speculation_or_company():
 
 
 @pytest.mark.parametrize("speculation", [Speculation(None), None], ids=["plain", "drafted"])
-def test_batches_that_sample_draw_the_same_in_the_graphs_of_top_p(speculation):
-    """As they do until their own graphs are recorded."""
+def test_sampling_in_the_graphs_of_top_p_gives_the_same_tokens(speculation):
+    """Plain sampling uses the graphs for truncated sampling until its own are recorded."""
     texts = []
     for truncated in (False, True):
         engine = device_engine(tiny_decoder(3), speculation)
@@ -190,7 +190,7 @@ def test_batches_that_sample_draw_the_same_in_the_graphs_of_top_p(speculation):
     assert texts[0] == texts[1]
 
 
-def test_a_long_prompt_does_not_stall_the_others(monkeypatch):
+def test_a_long_prompt_does_not_stall_other_requests(monkeypatch):
     monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 64)
     decoder = tiny_decoder(3)
     engine = device_engine(decoder, max_model_len=256)
@@ -212,7 +212,7 @@ def test_a_long_prompt_does_not_stall_the_others(monkeypatch):
 
 
 def test_stop_strings(cycles):
-    """A stop string is found by the host: the row is stopped, what it said beyond is dropped."""
+    """The host finds stop strings: it stops the row and drops the tokens behind the match."""
     decoder = tiny_decoder(3)
 
     text = prompts(1, seed=9)[0]
@@ -230,7 +230,7 @@ def test_stop_strings(cycles):
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
-def test_the_host_reads_behind_what_is_launched(num_rows, cycles):
+def test_output_is_read_after_later_cycles_were_launched(num_rows, cycles):
     engine = device_engine(tiny_decoder(3), max_num_seqs=num_rows)
     for text in prompts(num_rows, seed=11):
         engine.add_request(text, GREEDY)
@@ -243,8 +243,8 @@ def test_the_host_reads_behind_what_is_launched(num_rows, cycles):
     finish(engine)
 
 
-def test_plain_steps_under_load_leave_the_drafter_behind_and_change_nothing():
-    """Some steps are plain; from then on those requests are not drafted for, and newcomers are."""
+def test_after_plain_steps_under_load_the_drafter_is_stale():
+    """Requests that ran plain steps are not drafted for afterwards, new ones are. Answers do not change."""
     decoder, texts = tiny_decoder(3), prompts(6, seed=12)
     plain = engine_with(decoder, Speculation("none"))
     wanted = [plain.add_request(text, GREEDY) for text in texts]
@@ -265,7 +265,7 @@ def test_plain_steps_under_load_leave_the_drafter_behind_and_change_nothing():
 
 
 def loaded_engine(decoder, **settings) -> Engine:
-    """Speculation costs next to nothing for two rows and ten times as much as it brings for more."""
+    """An engine where a drafted token costs 0.01 plain steps with up to two rows, and ten plain steps with more."""
     engine = device_engine(decoder, **settings)
     with_costs(engine, lambda size, depth: 1.0 + (10.0 if size > 2 else 0.01) * depth)
     engine.executor.batch.prefills.graphs.seconds[4096, 1, 1024, 0] = 0.5
@@ -273,7 +273,7 @@ def loaded_engine(decoder, **settings) -> Engine:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_when_the_load_is_gone_those_left_behind_are_drafted_for_again(temperature, cycles, monkeypatch):
+def test_stale_requests_are_recomputed_when_the_load_is_gone(temperature, cycles, monkeypatch):
     monkeypatch.setattr(recompute, "STEPS", 3)
     decoder, texts = tiny_decoder(3), prompts(6, seed=12)
     params = [SamplingParams(max_tokens=10 if index < 4 else 90, temperature=temperature, seed=index) for index in range(6)]
@@ -291,12 +291,12 @@ def test_when_the_load_is_gone_those_left_behind_are_drafted_for_again(temperatu
     assert not engine.scheduler.recompute.done
 
 
-def test_each_starts_over_once_however_the_load_comes_and_goes(monkeypatch):
+def test_a_request_is_recomputed_at_most_once(monkeypatch):
     monkeypatch.setattr(recompute, "STEPS", 1)
     decoder, texts = tiny_decoder(3), prompts(20, seed=12)
     engine = loaded_engine(decoder)
     long = engine.add_request(texts[0], SamplingParams(max_tokens=90, temperature=0, ignore_eos=True))
-    for text in texts[1:]:  # two more at a time, which end soon
+    for text in texts[1:]:  # two short requests at a time
         while len(engine.requests) > 1:
             engine.step()
         for _ in range(3):
@@ -308,7 +308,7 @@ def test_each_starts_over_once_however_the_load_comes_and_goes(monkeypatch):
     assert engine.scheduler.num_recomputed == 1
 
 
-def test_nobody_starts_over_where_company_or_a_full_cache_would_undo_it(monkeypatch):
+def test_no_recompute_with_undrafted_requests_or_a_full_cache(monkeypatch):
     monkeypatch.setattr(recompute, "STEPS", 1)
     decoder, texts = tiny_decoder(3), prompts(6, seed=12)
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
@@ -333,8 +333,8 @@ def test_nobody_starts_over_where_company_or_a_full_cache_would_undo_it(monkeypa
     assert not engine.scheduler.num_recomputed
 
 
-def test_what_was_not_drafted_for_counts_as_no_draft(cycles):
-    """Whoever reads it later: what was drafted for is the cycle's affair."""
+def test_statistics_count_only_drafted_requests(cycles):
+    """Output is read later: what counts is which rows were drafted for when the cycle was launched."""
     engine, texts = device_engine(tiny_decoder(3)), prompts(4, seed=3)
     requests = [engine.add_request(text, GREEDY, speculate=index % 2 == 0) for index, text in enumerate(texts)]
     finish(engine)
@@ -343,7 +343,7 @@ def test_what_was_not_drafted_for_counts_as_no_draft(cycles):
 
 
 @pytest.mark.parametrize("page_size", [64, 256])  # whole pages hold 192 keys, or one page more than those
-def test_short_rows_run_in_cycles_of_less_reach_until_one_is_long(page_size, monkeypatch, cycles):
+def test_short_rows_run_in_cycles_of_the_small_kv_bucket(page_size, monkeypatch, cycles):
     decoder = tiny_decoder(3)
     texts = [*prompts(3, seed=5), [number * 7 % 128 for number in range(170)]]
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
@@ -360,23 +360,23 @@ def test_short_rows_run_in_cycles_of_less_reach_until_one_is_long(page_size, mon
         finish(engine)
         return [request.answer for request in requests], [shape[3:] for shape in shapes]
 
-    wanted, reaches = run(10**6)  # all rows are near, whatever they hold: one form is enough
-    assert set(reaches) == {()}
-    found, reaches = run(192)
+    wanted, buckets = run(10**6)  # every row is short: one KV length bucket is enough
+    assert set(buckets) == {()}
+    found, buckets = run(192)
     assert found == wanted
-    assert reaches[0] == (192,)
-    assert reaches[-1] == ()  # the long one was the last to end
+    assert buckets[0] == (192,)
+    assert buckets[-1] == ()  # the long request ends last
 
 
-def test_a_reach_is_given_only_where_it_makes_a_difference(monkeypatch):
+def test_a_kv_bucket_is_used_only_where_it_makes_a_difference(monkeypatch):
     monkeypatch.setattr(device_batch, "FEW_KEYS", 128)
     rows = device_engine(tiny_decoder(3), max_model_len=400, page_size=64).executor.batch
     assert (rows.kv_bucket(128), rows.kv_bucket(129)) == ((128,), ())
     assert device_engine(tiny_decoder(3), max_model_len=64, page_size=64).executor.batch.kv_bucket(10) == ()
 
 
-def test_newcomers_that_gather_enter_together_and_all_are_answered(monkeypatch):
-    """Where a pass over prompts takes long, and ten rows are under way, they wait for each other; nobody is forgotten."""
+def test_requests_held_back_enter_together_and_all_are_answered(monkeypatch):
+    """If a prefill pass takes long, new requests wait for each other; none is forgotten."""
     monkeypatch.setattr(cuda_graph.CudaGraphExecutor, "prefill_seconds", 10.0)
     monkeypatch.setattr(admission, "LONGEST_WAIT", 0.02)
     decoder, texts = tiny_decoder(3), prompts(40, seed=9)
@@ -415,7 +415,7 @@ def test_512_rows_at_once():
 
 
 class Clock:
-    """A device that takes its time: what is launched is done when the clock says so."""
+    """A simulated device and its clock: launched work is done once `now` reaches `free_at`."""
 
     def __init__(self) -> None:
         self.now = self.free_at = 0.0
@@ -438,7 +438,7 @@ class Event:
         return (other.at - self.at) * 1e3
 
 
-def test_what_cycles_take_is_seen_without_the_pieces_of_prompts_between_them(monkeypatch):
+def test_cycle_times_exclude_prefill_chunks_between_them(monkeypatch):
     monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 16)
     engine, clock = device_engine(tiny_decoder(3), max_model_len=400, kv_cache_tokens=4096), Clock()
     rows, cycle = engine.executor.batch, 5e-4
@@ -452,14 +452,15 @@ def test_what_cycles_take_is_seen_without_the_pieces_of_prompts_between_them(mon
     engine.add_request(prompts(1, seed=3)[0], SamplingParams(max_tokens=120, temperature=0, ignore_eos=True))
     for _ in range(3):
         engine.step()
-    engine.add_request(prompts(1, seed=4)[0] * 20, GREEDY)  # many pieces
+    engine.add_request(prompts(1, seed=4)[0] * 20, GREEDY)  # many chunks
     finish(engine)
     assert len(seen) > 20
     assert seen == pytest.approx([cycle] * len(seen))
 
 
 @pytest.mark.parametrize("few_keys", [128, 10**6])
-def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_few_rows(few_keys, monkeypatch):
+def test_warm_up_records_the_usual_cycles(few_keys, monkeypatch):
+    """Cycles of every size, depth and sampling mode, and cycles of few rows with long contexts."""
     monkeypatch.setattr(device_batch, "FEW_KEYS", few_keys)
     executor = device_engine(tiny_decoder(3), max_model_len=400, page_size=64, max_batched_tokens=512).executor
     batch, recorded = executor.batch, {"cycles": [], "prefills": [], "chunks": []}
@@ -472,7 +473,7 @@ def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_fe
     def traced():
         yield
         assert all(mode in {shape[2] for shape in recorded["cycles"]} for mode in range(ADJUSTED))
-        for shapes in recorded.values():  # nothing was recorded: kernels were compiled
+        for shapes in recorded.values():  # this pass only compiles kernels
             shapes.clear()
 
     monkeypatch.setattr(compile_ahead, "side_by_side", traced)
@@ -481,7 +482,7 @@ def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_fe
     assert SAMPLED not in {shape[2] for shape in cycles} | {shape[-1] for shape in recorded["prefills"]}
     assert ADJUSTED not in {shape[-1] for shape in recorded["prefills"]}
     assert batch.recorded_mode(SAMPLED) == TRUNCATED
-    assert cycles[0][0] == batch.sizes[-1]  # the largest first: the others fit into its memory
+    assert cycles[0][0] == batch.sizes[-1]  # the largest first: the others reuse its memory
     while executor.idle():
         pass
     assert batch.recorded_mode(SAMPLED) == SAMPLED
@@ -494,17 +495,17 @@ def test_warm_up_records_cycles_of_every_size_depth_and_mode_and_long_ones_of_fe
     }
     assert {shape[0] for shape in cycles if shape[3:] != bucket} == ({1, 2, FEW_LONG_ROWS} if bucket else set())
     assert {shape[-1] for shape in recorded["prefills"]} == set(range(ADJUSTED + 1))
-    assert not recorded["chunks"]  # no prompt is longer than one
+    assert not recorded["chunks"]  # no prompt is longer than a chunk
 
 
-def test_a_captured_tree_weighs_what_the_draft_vocabulary_leaves_out():
-    """As the eager one does: tokens that it cannot name make deep nodes less likely."""
+def test_a_captured_tree_uses_the_draft_vocabularys_coverage():
+    """As in the eager executor: tokens outside the draft vocabulary make deep nodes less likely."""
     engine = device_engine(tiny_decoder(3), Speculation(drafter(draft_vocab_size=64), 3, TreeShape(2, 4)))
     covered = engine.drafter.coverage.covered
     assert covered < 1
     assert engine.executor.batch.method.log_covered == math.log(covered)
 
 
-def test_latent_attention_has_a_deepest_draft():
+def test_latent_attention_limits_the_depth():
     with pytest.raises(UserError, match="at most 61 tokens"):
         device_engine(tiny_decoder(3), Speculation(drafter(mla=MLA), 64), max_model_len=128)

@@ -1,5 +1,5 @@
-"""`deterministic`: an answer depends on its prompt and parameters alone, bit for bit: not on who else is in the batch, how
-prompts are cut, whether pages were taken away meanwhile, or what was drafted."""
+"""`deterministic`: an answer depends on its prompt and parameters alone, bit for bit: not on the other requests in the batch,
+prefill chunks, preemption or drafts."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from tests.kernels.test_native_build import is_wanted
 from tests.oracle import make_batch
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
-# Weights whose logits lie close together: were sums taken in another order, some answer would show it.
+# Scale of the head's weights: logits lie so close together that another summation order changes some answer.
 SCALE = 0.06
 SETTINGS = EngineConfig(
     device="cpu", dtype="float32", max_model_len=160, max_num_seqs=8, kv_cache_tokens=2048, deterministic=True
 )
-# Through the native layers where there are any, with weights of these kinds; or row by row in torch.
-# Without them quantised weights are refused by name.
+# "torch" computes row by row in torch; the others use the native layers with weights of this type. Without native layers
+# quantised weights are refused.
 PATHS = ["float16", "float32", "torch", *(["int8", "int4"] if is_wanted() else [])]
 WAYS = {
     "alone": {"max_num_seqs": 1},
-    "three at once": {"max_num_seqs": 3},
-    "prompts in pieces": {"max_batched_tokens": 7},
+    "three rows": {"max_num_seqs": 3},
+    "chunked prefill": {"max_batched_tokens": 7},
     "a small cache": {"kv_cache_tokens": 208, "page_size": 8},
-    "nothing shared": {"prefix_caching": False},
+    "no prefix cache": {"prefix_caching": False},
 }
 
 
@@ -75,7 +75,7 @@ def settings(path: str, **changes) -> EngineConfig:
 
 
 def answers(config: EngineConfig, texts, params: SamplingParams, speculation: str = "none") -> list[tuple]:
-    """Tokens and, to the last bit, the log-probabilities of the best ones."""
+    """Tokens and unrounded log-probabilities of the most likely ones."""
     decoder, drafter = networks()
     asked = Speculation(drafter if speculation == "eagle" else speculation, 3).fixed_depth()
     engine = build_engine(decoder, asked, config)
@@ -115,23 +115,23 @@ def keys_of(batch, row: int, length: int) -> torch.Tensor:
     return batch.cache.keys[:, :, slot].clone()
 
 
-@pytest.mark.parametrize("reading", ["in one pass", "in pieces", "behind what is cached"])
+@pytest.mark.parametrize("prefilling", ["in one pass", "in chunks", "after a cached prefix"])
 @pytest.mark.parametrize(("rows", "depth"), [(6, 0), (1, 0), (6, 3)])
-def test_the_captured_cycle_run_eagerly(reading, rows, depth, monkeypatch):
-    """With its kernels' references: however prompts are read, in chains or token by token, the cache holds the same bits."""
+def test_cached_keys_do_not_depend_on_prefill_or_drafts(prefilling, rows, depth, monkeypatch):
+    """With the kernels' references: however prompts are prefilled, with or without drafts, the cache holds the same bits."""
     monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 8)
     decoder, drafter = networks()
     texts = [text for text in prompts(8) if len(text) > 17][:6]
     config = replace(SETTINGS, dtype="float32").resolve(decoder.config)
-    wanted = plainly_said(decoder, config, texts)
+    wanted = reference_keys(decoder, config, texts)
     for first in range(0, len(texts), rows):
         batch = make_batch(decoder, config, drafter=drafter if depth else None, capture=False)
         some = entries(batch, texts[first : first + rows], limit=16)
-        if reading != "in pieces":
+        if prefilling != "in chunks":
             batch.prefill(some)
-        if reading == "behind what is cached":
+        if prefilling == "after a cached prefix":
             batch.prefill([replace(entry, num_cached=16) for entry in some])
-        if reading == "in pieces":
+        if prefilling == "in chunks":
             for entry in some:
                 read = 0
                 while read < len(entry.text):
@@ -142,8 +142,8 @@ def test_the_captured_cycle_run_eagerly(reading, rows, depth, monkeypatch):
             assert torch.equal(keys_of(batch, row, keys.shape[2]), keys)
 
 
-def plainly_said(decoder, config: EngineConfig, texts) -> list[torch.Tensor]:
-    """The keys of each text and ten tokens of its answer, one text at a time."""
+def reference_keys(decoder, config: EngineConfig, texts) -> list[torch.Tensor]:
+    """The keys of each text and of ten tokens of its answer, computed one text at a time."""
     found = []
     for text in texts:
         batch = make_batch(decoder, config, capture=False)
@@ -154,7 +154,7 @@ def plainly_said(decoder, config: EngineConfig, texts) -> list[torch.Tensor]:
     return found
 
 
-def test_a_tokens_own_random_numbers_are_as_good_as_any():
+def test_random_numbers_by_position_follow_the_distribution():
     params, count = SamplingParams(temperature=1.0, seed=4), 1000
     probabilities = torch.tensor([0.6, 0.3, 0.1])
     drawn = [draw(probabilities.log(), params, 4, position) for position in range(count)]

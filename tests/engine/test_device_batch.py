@@ -1,5 +1,4 @@
-"""The captured speculation cycle, run eagerly: what it drafts is what the speculator drafts, what it says is what plain
-decoding says."""
+"""The captured speculation cycle, run eagerly: its drafts equal the eager engine's, its answers equal plain decoding."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ def answer_of(batch: DeviceBatch, row: int) -> list[int]:
     return state.tokens[row, length - int(state.answered[row]) : length].tolist()
 
 
-def drafts_of_the_engine(decoder, drafter, text, depth, steps) -> list[tuple[list[int], list[int]]]:
-    """(text so far, draft) of each step of the eager engine."""
+def engine_drafts(decoder, drafter, text, depth, steps) -> list[tuple[list[int], list[int]]]:
+    """Returns (text so far, draft) for each step of the eager engine."""
     engine = engine_with(decoder, Speculation(drafter, depth))
     engine.add_request(text, SamplingParams(max_tokens=40, temperature=0))
     recorded = record_drafts(engine)
@@ -79,11 +78,11 @@ def drafts_of_the_engine(decoder, drafter, text, depth, steps) -> list[tuple[lis
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_drafts_equal_the_speculators(version):
+def test_drafts_equal_the_eager_engines(version):
     decoder = tiny_decoder()
     config = tiny_drafter_config(**VERSIONS[version])
     texts, depth = prompts(4, seed=1), 4
-    expected = [drafts_of_the_engine(decoder, tiny_drafter(config), text, depth, 8) for text in texts]
+    expected = [engine_drafts(decoder, tiny_drafter(config), text, depth, 8) for text in texts]
     batch = device_batch(decoder, tiny_drafter(config), rows=4)
     batch.prefill(entries(batch, texts))
     compared = 0
@@ -102,7 +101,7 @@ def test_drafts_equal_the_speculators(version):
 @pytest.mark.parametrize(
     ("version", "depth"), [("3", 1), ("3.1", 3), ("window", 5), ("latent attention", 3), ("latent attention, window", 4)]
 )
-def test_speculation_says_what_plain_decoding_says(version, depth):
+def test_speculative_answers_equal_plain_answers(version, depth):
     decoder, texts = tiny_decoder(3), prompts(10, seed=2)
     plain = captured_answers(decoder, settings(decoder, 8), capture=False)
     wanted = sorted(plain.generate(texts, max_tokens=24, stop_ids=STOPS))
@@ -116,7 +115,7 @@ def test_speculation_says_what_plain_decoding_says(version, depth):
 
 
 def oracle_drafts(batch: DeviceBatch, answers: list[list[int]], reach) -> None:
-    """Makes the batch draft the true continuation, wrong after `reach(answered)` tokens."""
+    """Makes the batch draft the true continuation, with wrong tokens after `reach(answered)` right ones."""
     draft = batch.method.draft
 
     def cheat(pages, depth: int, *, sampled: bool):
@@ -134,16 +133,16 @@ def oracle_drafts(batch: DeviceBatch, answers: list[list[int]], reach) -> None:
     batch.method.draft = cheat
 
 
-@pytest.mark.parametrize("how", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED])
 @pytest.mark.parametrize("reach", [lambda answered: 9, lambda answered: answered % 5], ids=["perfect", "errs"])
-def test_accepted_drafts(how, reach):
-    """Whatever stands, the answer is the plain one; stops and limits inside a draft hold; the drafter stays in sync."""
+def test_accepted_drafts(mode, reach):
+    """However many tokens are accepted, the answer is the plain one; stop tokens and limits inside a draft are respected."""
     decoder, texts, depth = tiny_decoder(3), prompts(6, seed=4), 4
-    options = {"limit": 30, "stop_ids": STOPS} | ({"temperature": 0.9, "seed": 5} if how else {})
+    options = {"limit": 30, "stop_ids": STOPS} | ({"temperature": 0.9, "seed": 5} if mode else {})
     plain = device_batch(decoder, None, rows=8)
     plain.prefill(entries(plain, texts, **options))
     while plain.state.rows.active.any():
-        plain.graphs.run(8, 0, how)
+        plain.graphs.run(8, 0, mode)
     answers = [answer_of(plain, row) for row in range(6)]
 
     config = tiny_drafter_config(fc_norm=True, norm_output=True)
@@ -152,7 +151,7 @@ def test_accepted_drafts(how, reach):
     oracle_drafts(batch, answers, reach)
     state, steps, accepted = batch.state.rows, 0, 0
     while state.active.any():
-        batch.graphs.run(8, depth, how)
+        batch.graphs.run(8, depth, mode)
         steps += 1
         accepted += sum(int((report[1 : 1 + report[0]] >= DRAFTED).sum()) for report in state.report[:6])
     assert [answer_of(batch, row) for row in range(6)] == answers
@@ -162,8 +161,8 @@ def test_accepted_drafts(how, reach):
     assert accepted > 30
 
 
-def test_the_drafter_is_synchronised_by_accepted_tokens():
-    """After steps that accepted several tokens the drafter drafts what it would draft after reading the text afresh."""
+def test_the_drafter_is_synced_after_accepted_tokens():
+    """After steps that accepted several tokens, drafts equal those after a prefill of the whole text."""
     decoder, texts, depth = tiny_decoder(3), prompts(4, seed=6), 4
     config = tiny_drafter_config(fc_norm=True, norm_output=True, draft_vocab_size=64)
     plain = device_batch(decoder, None, rows=4)
@@ -178,16 +177,16 @@ def test_the_drafter_is_synchronised_by_accepted_tokens():
     for _ in range(4):
         batch.graphs.run(4, depth, GREEDY)
     batch.method.draft = honest
-    said = [texts[row] + answers[row][: int(batch.state.rows.answered[row])] for row in range(4)]
+    so_far = [texts[row] + answers[row][: int(batch.state.rows.answered[row])] for row in range(4)]
     batch.graphs.run(4, depth, GREEDY)
     fresh = device_batch(decoder, tiny_drafter(config), rows=4)
-    fresh.prefill(entries(fresh, [text[:-1] for text in said]))
+    fresh.prefill(entries(fresh, [text[:-1] for text in so_far]))
     fresh.graphs.run(4, depth, GREEDY)
     assert batch.state.drafts[:, :depth].tolist() == fresh.state.drafts[:, :depth].tolist()
 
 
 def test_a_depth_limit_of_a_row():
-    """A row that may not be drafted for says one token a step while the others say more."""
+    """A row whose depth limit is 0 emits one token per step while others emit more."""
     decoder, texts = tiny_decoder(3), prompts(2, seed=7)
     plain = device_batch(decoder, None, rows=2)
     plain.prefill(entries(plain, texts))
@@ -206,18 +205,18 @@ def test_a_depth_limit_of_a_row():
 
 
 @pytest.mark.parametrize("length", [65, 150])
-def test_a_long_prompt_in_pieces(length, monkeypatch):
-    """Equals the prompt read in one pass, for target and drafter."""
+def test_chunked_prefill_equals_one_pass(length, monkeypatch):
+    """For the target and for the drafter."""
     monkeypatch.setattr(device_batch_module, "CHUNK_TOKENS", 64)
     decoder = tiny_decoder(3)
     drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True))
     text = prompts(1, seed=8)[0] + [random.Random(1).randrange(128) for _ in range(length)]
     text = text[:length]
     found = []
-    for pieces in (False, True):
+    for chunked in (False, True):
         batch = device_batch(decoder, drafter, rows=1, max_len=length + 100)
         (entry,) = entries(batch, [text])
-        if pieces:
+        if chunked:
             read = 0
             while read < length:
                 assert not batch.state.rows.active.any()

@@ -1,4 +1,4 @@
-"""A drafter that fails costs its drafts: the text is the target's, and the log says so."""
+"""A drafter that fails does not change answers: decoding continues without drafts, and a message is logged."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def plain() -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("tree", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize(("spoil", "value"), [("fc.weight", math.nan), ("fc.weight", math.inf), ("lm_head.weight", math.nan)])
-def test_weights_that_are_not_finite(plain, caplog, kind: str, tree: TreeShape | None, spoil: str, value: float) -> None:
-    """Spoiled after they were loaded: files with such weights are refused."""
+def test_non_finite_drafter_weights(plain, caplog, kind: str, tree: TreeShape | None, spoil: str, value: float) -> None:
+    """Weights are spoiled after loading, because files with such weights are refused."""
     spoiled = engine(tree, spoil, value)
     with caplog.at_level(logging.WARNING):
         assert run(spoiled, PROMPTS, PARAMS[kind]) == plain[kind]
@@ -54,8 +54,8 @@ def test_weights_that_are_not_finite(plain, caplog, kind: str, tree: TreeShape |
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("tree", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("spoil", ["fc.weight", "lm_head.weight"])
-def test_weights_that_are_not_finite_in_captured_cycles(plain, kind: str, tree: TreeShape | None, spoil: str) -> None:
-    """What a GPU runs, here without graphs: ids that such a drafter drafts are in the vocabulary, and are not accepted."""
+def test_non_finite_drafter_weights_in_captured_cycles(plain, kind: str, tree: TreeShape | None, spoil: str) -> None:
+    """The GPU's cycle, run without graphs: drafted ids stay inside the vocabulary and are not accepted."""
     drafter = tiny_drafter(tiny_drafter_config(draft_vocab_size=64))
     with torch.no_grad():
         drafter.get_parameter(spoil).view(-1)[3] = math.nan
@@ -67,8 +67,8 @@ def test_weights_that_are_not_finite_in_captured_cycles(plain, kind: str, tree: 
 @pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("tree", SHAPES, ids=["chain", "tree"])
 @pytest.mark.parametrize("error", [ZeroDivisionError("oops"), MemoryError(), torch.OutOfMemoryError("no memory")])
-def test_an_exception_of_the_drafter(plain, caplog, kind: str, tree: TreeShape | None, error: Exception) -> None:
-    """In the middle of an answer: the requests under way and later ones are decoded plainly."""
+def test_a_drafter_exception_ends_speculation_only(plain, caplog, kind: str, tree: TreeShape | None, error: Exception) -> None:
+    """The exception comes in the middle of an answer: running and later requests are decoded without drafts."""
     failing = engine(tree)
     draft, calls = failing.drafter.draft, []
 

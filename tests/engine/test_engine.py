@@ -1,4 +1,4 @@
-"""Requests' lives: stops, limits, cancelling, log-probabilities, load. Tokens beyond a stop are neither given nor counted."""
+"""The life of a request: stops, limits, cancellation, log-probabilities, load. Tokens after a stop are not counted."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def perfect(answer: list[int], depth: int = 5):
 
 @pytest.mark.parametrize("at", range(1, 12))
 def test_a_stop_token_ends_a_request_inside_a_draft(at):
-    """Wherever in an accepted draft the stop falls, what follows it is dropped and not counted as accepted."""
+    """Tokens of an accepted draft after the stop token are dropped and not counted as accepted."""
     whole = plain_answer(SamplingParams(max_tokens=40, temperature=0))
     stop = whole[at]
     params = SamplingParams(max_tokens=40, temperature=0, stop_token_ids=[stop])
@@ -47,7 +47,7 @@ def test_a_stop_token_ends_a_request_inside_a_draft(at):
     finish(engine)
     assert request.answer == expected
     assert (request.finish_reason, request.stop_reason) == ("stop", stop)
-    assert request.stats.emitted == len(expected) - 1  # the first token came from the prompt's pass
+    assert request.stats.emitted == len(expected) - 1  # the first token came from prefill
     assert request.stats.accepted <= len(expected) - 1
 
 
@@ -71,7 +71,7 @@ def test_a_full_context_ends_a_request():
     assert run(engine_with(tiny_decoder(), Speculation(drafter, 6), config), [PROMPT], params)[0] == plain
 
 
-def test_end_tokens_wait_for_min_tokens():
+def test_stop_tokens_are_banned_until_min_tokens():
     free = plain_answer(SamplingParams(max_tokens=20, temperature=0))
     end = free[2]
     held = plain_answer(SamplingParams(max_tokens=20, min_tokens=10, temperature=0, stop_token_ids=[end]))
@@ -93,7 +93,7 @@ def test_penalties_and_bias_are_the_same_with_and_without_a_draft():
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_log_probabilities_are_the_networks(drafted):
+def test_log_probabilities_equal_the_models(drafted):
     params = SamplingParams(max_tokens=12, temperature=0, logprobs=3)
     answer = plain_answer(params)
     engine = perfect(answer) if drafted else engine_with(tiny_decoder(), Speculation("none"))
@@ -110,7 +110,7 @@ def test_log_probabilities_are_the_networks(drafted):
         assert [pair[0] for pair in given.top] == row.topk(3).indices.tolist()
 
 
-def test_refusals_leave_nothing_behind():
+def test_refused_requests_leave_no_state():
     engine = engine_with(tiny_decoder(), Speculation("none"))
     for prompt in ([], [500], [1] * 300):
         with pytest.raises(RequestError):
@@ -125,8 +125,8 @@ def test_refusals_leave_nothing_behind():
         assert one.pool.num_free == one.pool.num_pages
 
 
-def test_a_crowd_with_cancellations_and_a_cache_too_small_for_all():
-    """64 mixed requests: every one ends as it would have alone, the cancelled ones with a beginning of it."""
+def test_64_requests_in_a_small_cache_with_cancellations():
+    """Every request gets the answer it has alone; a cancelled one gets a prefix of it."""
     chance = random.Random(4)
     drafter = tiny_drafter(tiny_drafter_config(draft_vocab_size=64, fc_norm=True, norm_output=True))
     tight = replace(CPU, kv_cache_tokens=256, max_batched_tokens=64, page_size=8, max_num_seqs=12)
@@ -180,7 +180,7 @@ def test_pages_tend_to_be_consecutive():
 
 
 @pytest.mark.parametrize("broken", ["decoder", "stop strings"])
-def test_text_that_cannot_be_made_ends_its_own_request(broken):
+def test_a_detokenizer_error_ends_only_its_own_request(broken):
     params = SamplingParams(max_tokens=12, temperature=0)
     engine = engine_with(tiny_decoder(), Speculation("none"))
     beside, faulty = engine.add_request(PROMPT, params), engine.add_request([8, 9], params)
@@ -219,7 +219,7 @@ def test_a_cache_of_one_context_serves_a_request_of_that_length(sizes, capture):
 
 
 def test_drafts_of_running_requests_do_not_starve_a_new_one():
-    """With 32 requests at a depth of 7 all 256 rows of a step are taken."""
+    """32 requests at a depth of 7 take all 256 rows of a step."""
     config = replace(CPU, max_num_seqs=64, kv_cache_tokens=64 * 128)
     engine = build_engine(tiny_decoder(), Speculation(drafter(), 7).fixed_depth(), config)
     params = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
@@ -234,8 +234,8 @@ def test_drafts_of_running_requests_do_not_starve_a_new_one():
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_prompts_of_one_token_answers_are_reused(adaptive):
-    """Scoring and classification: the drafter has not seen their prompts when they leave."""
+def test_prefixes_of_requests_with_one_output_token_are_reused(adaptive):
+    """Scoring and classification: such requests finish before the drafter has processed their prompts."""
     speculation = Speculation(drafter(), 3, adaptive=adaptive, drift_guard=False)
     engine = build_engine(tiny_decoder(), speculation, CPU)
     prompt = [(7 * place) % 120 for place in range(100)]
@@ -243,7 +243,7 @@ def test_prompts_of_one_token_answers_are_reused(adaptive):
         request = engine.add_request(prompt, SamplingParams(max_tokens=1, temperature=0))
         finish(engine)
         assert request.num_cached == expected
-    # Drafts over the reused pages are those of an engine that computed them.
+    # Drafts with reused pages equal those of an engine that computed the pages itself.
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     reused = engine.add_request(prompt, params)
     finish(engine)
@@ -252,15 +252,15 @@ def test_prompts_of_one_token_answers_are_reused(adaptive):
     finish(other)
     assert reused.num_cached == 96
     assert reused.answer == fresh.answer
-    if not adaptive:  # how deep is drafted then depends on measured times
+    if not adaptive:  # an adaptive depth depends on measured times
         assert reused.stats.accepted_at == fresh.stats.accepted_at
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3}, {"top_p": 0.9}, {"temperature": 0, "logprobs": 2}])
 @pytest.mark.parametrize("speculation", ["none", "ngram"])
 @pytest.mark.parametrize("capture", [None, False], ids=["eager", "captured"])
-def test_logits_that_are_not_numbers_end_the_request_with_an_error(params, speculation, capture):
-    """From the beginning, and in the middle of an answer."""
+def test_nan_logits_end_the_request_with_an_error(params, speculation, capture):
+    """In prefill, and in the middle of an answer."""
     decoder = tiny_decoder()
     engine = build_engine(decoder, Speculation(speculation), CPU, capture=capture)
     request = engine.add_request(PROMPT, SamplingParams(max_tokens=40, **params))
@@ -284,7 +284,7 @@ def test_stop_strings_without_a_tokenizer_are_refused():
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_negative_sizes_are_refused_by_their_flag(name):
+def test_negative_sizes_are_refused_with_the_flags_name(name):
     with pytest.raises(UserError, match=r"--[a-z-]+ must be positive"):
         build_engine(tiny_decoder(), Speculation("none"), replace(CPU, **{name: -1}))
 
@@ -296,6 +296,6 @@ def test_a_tree_needs_an_eagle_drafter(name):
 
 
 @pytest.mark.parametrize("depth", [2.7, True, 0, "deep"])
-def test_a_depth_that_is_no_whole_number_is_refused(depth):
+def test_an_invalid_depth_is_refused(depth):
     with pytest.raises(UserError, match="depth must be"):
         build_engine(tiny_decoder(), Speculation("none", depth), CPU)

@@ -1,4 +1,4 @@
-"""Every family with a drafter: speculation changes nothing, on the CPU's executor and on the captured one without graphs."""
+"""Every model family: speculation does not change answers, in the eager executor and in the captured one without graphs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", NEW)
-def test_plain_and_speculative_texts_are_one(family):
-    """In C, from packed weights, where a row's numbers do not depend on the others; as the network without a cache has them."""
+def test_plain_and_speculative_answers_are_equal(family):
+    """With packed weights in C, where a row's values do not depend on other rows. Also equals the model without a KV cache."""
     config = replace(CPU, dtype="float16")
     engine = engine_with(tiny_decoder(1, family), Speculation("none"), config)
     assert isinstance(engine.executor.ops, CpuOps)
@@ -48,7 +48,7 @@ def test_plain_and_speculative_texts_are_one(family):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("family", NEW)
-def test_the_captured_executor_gives_the_same(family, deterministic):
+def test_the_captured_executor_gives_the_same_answers(family, deterministic):
     config = replace(CPU, deterministic=deterministic)
     plain = run(engine_with(tiny_decoder(1, family), Speculation("none")), prompts(), PARAMS)
     drafter = tiny_drafter(tiny_drafter_config(tiny_decoder(1, family).config))

@@ -1,4 +1,4 @@
-"""Whether a model fits is known before it is loaded; and loading takes one tensor's memory of the host."""
+"""Whether a model fits is known before it is loaded; loading needs host memory for about one tensor at a time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch):
 
 
 def default_config(model, **changes) -> EngineConfig:
-    """As `resolve` gives on a GPU, which is not here."""
+    """The configuration that `resolve` returns on a GPU; works without one."""
     base = {"max_model_len": model.max_positions, "max_num_seqs": 256, "max_batched_tokens": 8192, "page_size": 128}
     return EngineConfig(device="cuda", dtype="bfloat16", kv_cache_dtype="bfloat16", **(base | changes))
 
@@ -55,7 +55,7 @@ def test_default_settings_fit(shapes, monkeypatch, name: str, gigabytes: float) 
     assert cache // needs.cache_per_token >= model.max_positions
 
 
-def test_what_does_not_fit_is_refused_with_its_figures(shapes, monkeypatch) -> None:
+def test_a_model_that_does_not_fit_is_refused_with_sizes(shapes, monkeypatch) -> None:
     model = shapes.SHAPES["32b"]
     with_memory(monkeypatch, 40e9)
     with pytest.raises(UserError, match=r"weights 61\.0 GiB.*37\.3 GiB are free; add --quantization int8 or int4"):
@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_refused_with_its_figures(shapes, monkeypatch) -> N
         memory.check_fits(default_config(model, gpu_memory_utilization=0.3), model)
 
 
-def test_a_longest_request_that_does_not_fit_is_refused_with_the_length_that_does(shapes, monkeypatch) -> None:
+def test_a_context_that_does_not_fit_is_refused_with_the_longest_that_does(shapes, monkeypatch) -> None:
     model = shapes.SHAPES["32b"]
     with_memory(monkeypatch, 80e9)
     with pytest.raises(UserError, match=r"lower --max-model-len to (\d+) or less") as refused:
@@ -80,7 +80,7 @@ def test_a_longest_request_that_does_not_fit_is_refused_with_the_length_that_doe
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_weights_are_counted_as_they_are_held(quantization: str, tied: bool) -> None:
+def test_counted_weights_equal_held_bytes(quantization: str, tied: bool) -> None:
     decoder = tiny_decoder(architecture="Qwen2ForCausalLM", tie_embeddings=tied)
     counted = memory.weight_bytes(decoder.config, torch.float32, quantization)
     if quantization != "none":
@@ -88,21 +88,21 @@ def test_weights_are_counted_as_they_are_held(quantization: str, tied: bool) -> 
     assert counted == memory.held_bytes(decoder, set())
 
 
-def test_a_drafter_is_counted_as_it_is_held() -> None:
+def test_counted_drafter_weights_equal_held_bytes() -> None:
     config = tiny_drafter_config(fc_norm=True, norm_output=True)
     assert memory.drafter_bytes(config, torch.float32) == memory.held_bytes(tiny_drafter(config), set())
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-8", "ct-fp8", "fp8-block"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_quantised_checkpoints_are_counted_as_they_are_held(name: str, device: str, tmp_path: Path) -> None:
+def test_counted_weights_of_quantised_checkpoints_equal_held_bytes(name: str, device: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2, "head_dim": 32}
     decoder = tiny_decoder(**sizes)
     packed, _ = write_quantised(decoder, tmp_path, name)
     kept = kept_bits(packed, decoder.config, KEPT[device], device)
     counted = memory.weight_bytes(decoder.config, torch.float32, kept=kept)
     held = memory.held_bytes(load_decoder(packed, keep=KEPT[device]), set())
-    assert held <= counted <= 1.06 * held  # scales are counted at most
+    assert held <= counted <= 1.06 * held  # scales are counted with their largest size
 
 
 def test_experts_with_act_order_are_counted_in_16_bits_on_a_gpu(tmp_path: Path, monkeypatch) -> None:
@@ -119,7 +119,7 @@ def test_experts_with_act_order_are_counted_in_16_bits_on_a_gpu(tmp_path: Path, 
         memory.check_fits(default_config(decoder.config), decoder.config, kept=kept)
 
 
-def test_nothing_is_loaded_that_does_not_fit(tmp_path: Path, monkeypatch) -> None:
+def test_a_model_that_does_not_fit_is_not_loaded(tmp_path: Path, monkeypatch) -> None:
     plain = save_decoder(tiny_decoder(), tmp_path / "plain")
     packed, _ = write_quantised(tiny_decoder(hidden_size=128, intermediate_size=256, head_dim=32), tmp_path, "awq")
     monkeypatch.setattr(build, "Tokenizer", lambda folder: None)
@@ -130,7 +130,7 @@ def test_nothing_is_loaded_that_does_not_fit(tmp_path: Path, monkeypatch) -> Non
             build_engine(str(folder), Speculation(None), EngineConfig(device="cpu", dtype="float32"))
 
 
-def test_a_share_of_the_memory_needs_a_gpu() -> None:
+def test_gpu_memory_utilization_needs_a_gpu() -> None:
     model = tiny_decoder().config
     with pytest.raises(UserError, match="needs a GPU"):
         EngineConfig(device="cpu", gpu_memory_utilization=0.5).resolve(model)
@@ -138,7 +138,7 @@ def test_a_share_of_the_memory_needs_a_gpu() -> None:
         EngineConfig(device="cpu", gpu_memory_utilization=1.5).resolve(model)
 
 
-def test_the_share_bounds_the_cache(monkeypatch) -> None:
+def test_gpu_memory_utilization_bounds_the_cache(monkeypatch) -> None:
     config = replace(default_config(tiny_decoder().config), gpu_memory_utilization=0.5)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 << 30, 100 << 30))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20 << 30)
@@ -176,8 +176,8 @@ print(max(most - before, 0))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
-def test_weights_stream_to_the_device(tmp_path: Path) -> None:
-    """In the file's type; the host holds no more than a tensor or two at a time beside the mapped file."""
+def test_loading_holds_few_tensors_in_host_memory(tmp_path: Path) -> None:
+    """Weights go to the device in the file's type; beside the mapped file the host holds one or two tensors at a time."""
     decoder = tiny_decoder(hidden_size=512, intermediate_size=4096, num_layers=24, vocab_size=2048).bfloat16()
     save_decoder(decoder, tmp_path)
     total = (tmp_path / "model.safetensors").stat().st_size
@@ -189,8 +189,8 @@ def test_weights_stream_to_the_device(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("kind", ["none", "int8", "awq"])
-def test_a_cpu_packs_each_linear_as_it_is_read(kind: str, tmp_path: Path) -> None:
-    """No network in fp32 is in memory: what is taken at the most is what was counted beforehand."""
+def test_each_linear_is_packed_when_it_is_read(kind: str, tmp_path: Path) -> None:
+    """On a CPU the whole model is never in memory in fp32: the peak is the size computed beforehand."""
     sizes = {"hidden_size": 512, "intermediate_size": 4096, "num_layers": 8, "vocab_size": 2048}
     decoder = tiny_decoder(**sizes, num_heads=8, num_kv_heads=4, head_dim=64)
     folder = save_decoder(decoder.bfloat16(), tmp_path / "plain") if kind in ("none", "int8") else None
@@ -203,7 +203,7 @@ def test_a_cpu_packs_each_linear_as_it_is_read(kind: str, tmp_path: Path) -> Non
     assert needs.weights / 2 < int(done.stdout) < needs.weights + needs.loading + (48 << 20)
 
 
-def test_pages_that_the_attention_kernels_cannot_read_are_refused(monkeypatch) -> None:
+def test_page_sizes_without_attention_kernels_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(devices, "resolve_device", lambda name: torch.device("cuda"))
     model = tiny_decoder().config
     with pytest.raises(UserError, match=r"--block-size 48 .* power of two"):

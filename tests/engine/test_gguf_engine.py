@@ -1,4 +1,4 @@
-"""A GGUF file on the CPU: its own weights, the same answers with speculation, and nothing made or imported on the way."""
+"""GGUF files on the CPU: the file's blocks are used directly, speculation does not change answers, no conversion is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tiny import tiny_decoder
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
-# Of several kinds, as files come: heads of 16 rows are less than a panel.
+# Several formats in one file, as in real files. Heads of 16 rows are smaller than a panel.
 MIXED = {"attn_q": "Q5_0", "attn_k": "Q4_1", "attn_v": "Q8_0", "ffn_up": "Q5_1", "attn_output": "F16", "token_embd": "Q8_0"}
 
 
@@ -40,7 +40,7 @@ def write(path: Path, arch: str = "llama", tied: bool = False) -> Path:
 
 @pytest.mark.parametrize("arch", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_same_network_as_the_converted_one(arch: str, tied: bool, tmp_path: Path) -> None:
+def test_blocks_give_the_same_model_as_conversion(arch: str, tied: bool, tmp_path: Path) -> None:
     file = write(tmp_path / "tiny.gguf", arch, tied)
     blocks, plain = gguf.load_decoder(GgufFile(file)), load_decoder(gguf.convert(file, tmp_path / "folder"))
     assert blocks.config == plain.config
@@ -58,15 +58,15 @@ def test_the_same_network_as_the_converted_one(arch: str, tied: bool, tmp_path: 
     logits = [
         network.logits(network(tokens, torch.arange(20), causal_attend()).hidden_ND) for network in (fit(blocks, CPU), plain)
     ]
-    # Where the two sums of an activation round to different codes, a step of 1/127 is the difference.
+    # An activation whose two sums round to different quantised values differs by a step of 1/127.
     difference = (logits[0] - logits[1]).abs()
     assert difference.median() <= 1e-3 * logits[1].abs().max()
     assert difference.max() <= 5e-2 * logits[1].abs().max()
 
 
 @pytest.mark.parametrize("arch", ["qwen3moe", "gemma3", "phi3", "phi3-longrope"])
-def test_every_family_runs_in_c(arch: str, tmp_path: Path) -> None:
-    """From the file's blocks, with the same answers however many tokens are verified at once."""
+def test_every_family_runs_in_c_from_the_files_blocks(arch: str, tmp_path: Path) -> None:
+    """Answers do not depend on how many tokens are verified at once."""
     file, config = write(tmp_path / "tiny.gguf", arch), EngineConfig(device="cpu", max_model_len=128, kv_cache_tokens=1024)
     engine = build_engine(str(file), Speculation("none"), config)
     assert isinstance(engine.executor.ops, CpuOps)
@@ -78,10 +78,10 @@ def test_every_family_runs_in_c(arch: str, tmp_path: Path) -> None:
     assert run(engine_with(engine.decoder, oracle, engine.config), prompts, params) == plain
 
 
-def test_the_default_on_cpu_and_what_forces_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_the_default_on_cpu_unless_options_exclude_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     file = str(write(tmp_path / "tiny.gguf"))
-    for quantization in ("gguf", "none"):  # asked for by name, or not
+    for quantization in ("gguf", "none"):  # set explicitly, or the default
         engine = build_engine(file, Speculation("none"), EngineConfig(device="cpu", quantization=quantization))
         assert isinstance(engine.decoder.layers[0].mlp.down_proj, GgufLinear)
         assert engine.config.weights == "the GGUF file's own blocks"
@@ -93,16 +93,16 @@ def test_the_default_on_cpu_and_what_forces_another(tmp_path: Path, monkeypatch:
         assert isinstance(linear, PackedLinear)
         assert not isinstance(linear, GgufLinear)
     engine = build_engine(file, Speculation("none"), EngineConfig(device="cpu"), capture=False)
-    assert isinstance(engine.decoder.layers[0].mlp.down_proj, torch.nn.Linear)  # what a captured pass computes with
+    assert isinstance(engine.decoder.layers[0].mlp.down_proj, torch.nn.Linear)  # captured passes use plain linears
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_speculation_changes_no_token(tree: bool, tmp_path: Path) -> None:
+def test_speculation_does_not_change_answers(tree: bool, tmp_path: Path) -> None:
     decoder = gguf.load_decoder(GgufFile(write(tmp_path / "tiny.gguf")))
     prompts = [[3, 7, 100], [55], list(range(40))]
     params = SamplingParams(max_tokens=60, temperature=0)
     engine = engine_with(decoder, Speculation("none"), CPU)
-    assert isinstance(engine.executor.ops, CpuOps)  # a layer is one call
+    assert isinstance(engine.executor.ops, CpuOps)  # a layer is one call to C
     plain = run(engine, prompts, params)
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)}
     oracle = OracleSpeculator(answers, 5, tree=tree, reach=lambda length: length % 6)
@@ -112,8 +112,8 @@ def test_speculation_changes_no_token(tree: bool, tmp_path: Path) -> None:
 HEAVY = ("transformers", "matplotlib", "fastapi", "tensorboard", "gguf", "sympy", "torch._dynamo", "huggingface_hub")
 
 
-def test_what_answering_imports_and_writes(tmp_path: Path) -> None:
-    """Each of these takes a second or more to import. The cache gets the compiled C code and nothing else."""
+def test_generate_does_not_import_slow_packages_or_write_files(tmp_path: Path) -> None:
+    """Each of the packages takes a second or more to import. Only the compiled C code is written to the cache."""
     file = write(tmp_path / "tiny.gguf")
     code = f"""
 import sys

@@ -1,4 +1,4 @@
-"""Speculation changes nothing: greedy output is the plain output, token for token, whatever the drafter is worth."""
+"""Speculation is lossless: greedy output equals plain output token for token, however good or bad the drafter is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def plain(prompts) -> list[list[int]]:
     return run(engine_with(tiny_decoder(), Speculation("none")), prompts, GREEDY)
 
 
-def test_plain_decoding_equals_the_network_without_a_cache(prompts, plain):
+def test_plain_decoding_equals_the_model_without_a_cache(prompts, plain):
     decoder = tiny_decoder()
     for prompt, answer in zip(prompts[:10], plain, strict=False):
         tokens = torch.tensor(prompt + answer[:-1])
@@ -46,8 +46,8 @@ def test_plain_decoding_equals_the_network_without_a_cache(prompts, plain):
 
 @pytest.mark.parametrize("tree", [None, TreeShape(4, 12)], ids=["chain", "tree"])
 @pytest.mark.parametrize("version", ["3", "3.1"])
-def test_random_drafter(prompts, plain, version, tree):
-    """Accepts almost nothing."""
+def test_a_random_drafter(prompts, plain, version, tree):
+    """Almost no drafted token is accepted."""
     flags = version == "3.1"
     drafter = tiny_drafter(tiny_drafter_config(draft_vocab_size=64, fc_norm=flags, norm_output=flags))
     engine = engine_with(tiny_decoder(), Speculation(drafter, 4, tree))
@@ -58,7 +58,7 @@ def test_random_drafter(prompts, plain, version, tree):
 @pytest.mark.parametrize("tree", [None, TreeShape(4, 12)], ids=["chain", "tree"])
 @pytest.mark.parametrize("settings", [{"mla": MLA}, {"mla": MLA, "window": 12}, {"qk_norm": True}], ids=str)
 @pytest.mark.parametrize("version", ["3", "3.1"])
-def test_random_drafter_with_other_attention(prompts, plain, version, settings, tree):
+def test_a_random_drafter_with_other_attention(prompts, plain, version, settings, tree):
     flags = version == "3.1"
     drafter = tiny_drafter(tiny_drafter_config(draft_vocab_size=64, fc_norm=flags, norm_output=flags, **settings))
     engine = engine_with(tiny_decoder(), Speculation(drafter, 4, tree))
@@ -68,15 +68,15 @@ def test_random_drafter_with_other_attention(prompts, plain, version, settings, 
     assert engine.stats.steps > 0
 
 
-def test_ngram_drafter(prompts, plain):
+def test_the_ngram_drafter(prompts, plain):
     engine = engine_with(tiny_decoder(), Speculation("ngram", 5))
     assert run(engine, prompts, GREEDY) == plain
     assert engine.stats.steps > 0
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_perfect_drafter(prompts, plain, tree):
-    """Accepts everything: a step yields the whole draft and the bonus token."""
+def test_a_perfect_drafter(prompts, plain, tree):
+    """Everything is accepted: a step emits the whole draft and the bonus token."""
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)}
     engine = engine_with(tiny_decoder(), OracleSpeculator(answers, 5, tree=tree))
     assert run(engine, prompts, GREEDY) == plain
@@ -85,7 +85,7 @@ def test_perfect_drafter(prompts, plain, tree):
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_drafter_that_errs_at_every_depth(prompts, plain, tree):
+def test_a_drafter_with_errors_at_every_depth(prompts, plain, tree):
     answers = {tuple(prompt): answer for prompt, answer in zip(prompts, plain, strict=True)}
     engine = engine_with(tiny_decoder(), OracleSpeculator(answers, 5, tree=tree, reach=lambda length: length % 6))
     assert run(engine, prompts, GREEDY) == plain
@@ -109,8 +109,8 @@ def test_every_family_with_a_sliding_window(family, tree):
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_small_cache_and_chunked_prompts_change_nothing(tree):
-    """Preemption, starting over, and prompts longer than a step's budget."""
+def test_a_small_cache_and_chunked_prefill_do_not_change_answers(tree):
+    """Preemption, recomputation, and prompts longer than a step's token budget."""
     prompts = random_prompts(24, longest=100)
     params = SamplingParams(max_tokens=48, temperature=0)
     plain = run(engine_with(tiny_decoder(), Speculation("none")), prompts, params)
@@ -132,7 +132,7 @@ def test_small_cache_and_chunked_prompts_change_nothing(tree):
     ],
 )
 def test_eagle_drafts_equal_a_computation_from_scratch(flags):
-    """The cache, its synchronisation after partly accepted drafts, and preemption leave no trace in what is drafted."""
+    """The drafter's cache, its sync after partly accepted drafts, and preemption do not change the drafts."""
     decoder = tiny_decoder()
     network = tiny_drafter(tiny_drafter_config(draft_vocab_size=64, **flags)).share(decoder.embed_tokens, decoder.lm_head)
     prompts = random_prompts(6)
@@ -157,7 +157,7 @@ def test_eagle_drafts_equal_a_computation_from_scratch(flags):
 
 
 def drafted_from_scratch(decoder, network, tokens: list[int], depth: int) -> list[int]:
-    """Pairs (x1, g0), (x2, g1), … through the whole text at once, once per drafted token."""
+    """Drafts `depth` tokens without a cache: for each, the pairs (x1, g0), (x2, g1), … of the whole text in one pass."""
     context = torch.tensor(tokens[:-1])
     _, taps = decoder(context, torch.arange(len(context)), causal_attend(), network.config.aux_layer_ids)
     states, paired, drafted = network.fuse(taps), list(tokens[1:]), []

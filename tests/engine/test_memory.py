@@ -1,4 +1,4 @@
-"""The memory plan against what is really held."""
+"""The memory plan equals the memory that is really held."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_weights_and_cache():
 
 
 @pytest.mark.parametrize("unrotated", [(), (1,)])
-def test_captured_cycles_have_tables_and_rows(unrotated):
-    """Layers without positions have a table of their own."""
+def test_the_plan_of_captured_cycles_counts_rope_tables_and_row_state(unrotated):
+    """Layers without rotary positions have a table of their own."""
     engine = build_engine(tiny_decoder(unrotated=unrotated), Speculation(tiny_drafter()), CPU, capture=False)
     plan, rows = memory_plan(engine), engine.executor.batch
     assert plan.tables == nbytes(*rows.ops.rope_tables, *rows.method.ops.rope_tables)

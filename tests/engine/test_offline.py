@@ -1,4 +1,4 @@
-"""Offline generation: rows refilled, finished and compacted on the device's own state give what the engine gives."""
+"""Offline generation: the captured executor, which refills and compacts rows, gives the eager engine's answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prompts(count: int, seed: int = 0, longest: int = 30) -> list[list[int]]:
     return [[rng.randrange(128) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-def eager_rows(decoder, rows: int, max_len: int = 128, tokens: int = 0, page_size: int = 16) -> AnswerGenerator:
+def captured_rows(decoder, rows: int, max_len: int = 128, tokens: int = 0, page_size: int = 16) -> AnswerGenerator:
     config = EngineConfig(
         device="cpu",
         dtype="float32",
@@ -42,7 +42,7 @@ def eager_rows(decoder, rows: int, max_len: int = 128, tokens: int = 0, page_siz
     return AnswerGenerator(engine)
 
 
-def by_engine(decoder, max_len: int = 128) -> AnswerGenerator:
+def eager_engine(decoder, max_len: int = 128) -> AnswerGenerator:
     config = EngineConfig(device="cpu", dtype="float32", max_model_len=max_len, max_num_seqs=16)
     return AnswerGenerator(build_engine(decoder, Speculation(drafter=None), config))
 
@@ -56,11 +56,11 @@ def collected(answers) -> dict[int, tuple[list[int], str]]:
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_greedy_equals_the_engine(architecture):
+def test_greedy_answers_equal_the_eager_engines(architecture):
     decoder = tiny_decoder(3, architecture)
     texts = prompts(40)
-    expected = collected(by_engine(decoder).generate(texts, max_tokens=24, stop_ids=STOPS))
-    rows = eager_rows(decoder, rows=8)
+    expected = collected(eager_engine(decoder).generate(texts, max_tokens=24, stop_ids=STOPS))
+    rows = captured_rows(decoder, rows=8)
     found = collected(rows.generate(texts, max_tokens=24, stop_ids=STOPS))
     assert found == expected
     assert {reason for _, reason in found.values()} == {"stop", "length"}
@@ -69,64 +69,64 @@ def test_greedy_equals_the_engine(architecture):
 def test_sliding_window():
     decoder = tiny_decoder(4, "MistralForCausalLM", windows=(6, None, 6, 6))
     texts = prompts(12, seed=2)
-    expected = collected(by_engine(decoder).generate(texts, max_tokens=20, stop_ids=()))
-    assert collected(eager_rows(decoder, rows=5).generate(texts, max_tokens=20, stop_ids=())) == expected
+    expected = collected(eager_engine(decoder).generate(texts, max_tokens=20, stop_ids=()))
+    assert collected(captured_rows(decoder, rows=5).generate(texts, max_tokens=20, stop_ids=())) == expected
 
 
-def test_few_pages_delay_but_do_not_change_answers():
+def test_a_small_cache_does_not_change_answers():
     decoder = tiny_decoder(5)
     texts = prompts(20, seed=3)
-    expected = collected(by_engine(decoder).generate(texts, max_tokens=30, stop_ids=STOPS))
-    tight = eager_rows(decoder, rows=8, tokens=128)
+    expected = collected(eager_engine(decoder).generate(texts, max_tokens=30, stop_ids=STOPS))
+    tight = captured_rows(decoder, rows=8, tokens=128)
     assert collected(tight.generate(texts, max_tokens=30, stop_ids=STOPS)) == expected
 
 
 def test_the_context_ends_an_answer():
     decoder = tiny_decoder(6)
     texts = [[1] * 39, [2] * 20]
-    found = collected(eager_rows(decoder, rows=2, max_len=40).generate(texts, max_tokens=64, stop_ids=()))
+    found = collected(captured_rows(decoder, rows=2, max_len=40).generate(texts, max_tokens=64, stop_ids=()))
     assert [len(found[index][0]) for index in range(2)] == [1, 20]
-    assert found == collected(by_engine(decoder, max_len=40).generate(texts, max_tokens=64, stop_ids=()))
+    assert found == collected(eager_engine(decoder, max_len=40).generate(texts, max_tokens=64, stop_ids=()))
 
 
-def test_the_batch_shrinks_with_its_work():
-    """At the end rows move together, and smaller steps are run."""
+def test_the_batch_shrinks_at_the_end():
+    """Rows are compacted, and steps of smaller batch sizes run."""
     decoder = tiny_decoder(7)
     texts = prompts(40, seed=4)
-    rows = eager_rows(decoder, rows=40)
+    rows = captured_rows(decoder, rows=40)
     sizes = []
     graphs = rows.engine.executor.batch.graphs
     step = graphs.step
-    graphs.step = lambda size, *how: (sizes.append(size), step(size, *how))
+    graphs.step = lambda size, *rest: (sizes.append(size), step(size, *rest))
     found = collected(rows.generate(texts, max_tokens=60, stop_ids=STOPS))
-    assert found == collected(by_engine(decoder).generate(texts, max_tokens=60, stop_ids=STOPS))
+    assert found == collected(eager_engine(decoder).generate(texts, max_tokens=60, stop_ids=STOPS))
     assert max(sizes) == 40
     assert 16 in sizes
 
 
-def test_draws_do_not_depend_on_the_batch():
+def test_samples_do_not_depend_on_the_batch():
     decoder = tiny_decoder(8)
     texts = prompts(20, seed=5)
     options = {"max_tokens": 12, "temperature": 0.9, "seed": 11, "stop_ids": STOPS}
-    wide = collected(eager_rows(decoder, rows=20).generate(texts, **options))
-    narrow = collected(eager_rows(decoder, rows=3).generate(texts, **options))
+    wide = collected(captured_rows(decoder, rows=20).generate(texts, **options))
+    narrow = collected(captured_rows(decoder, rows=3).generate(texts, **options))
     assert wide == narrow
-    assert collected(eager_rows(decoder, rows=20).generate(texts, **(options | {"seed": 12}))) != wide
+    assert collected(captured_rows(decoder, rows=20).generate(texts, **(options | {"seed": 12}))) != wide
 
 
 def test_a_tiny_top_p_is_greedy():
     decoder = tiny_decoder(9)
     texts = prompts(10, seed=6)
-    rows = eager_rows(decoder, rows=4)
+    rows = captured_rows(decoder, rows=4)
     greedy = collected(rows.generate(texts, max_tokens=10, stop_ids=STOPS))
     assert collected(rows.generate(texts, max_tokens=10, temperature=1.5, top_p=1e-4, stop_ids=STOPS)) == greedy
     assert collected(rows.generate(texts, max_tokens=10, temperature=1.5, seed=1, stop_ids=STOPS)) != greedy
 
 
-def test_a_run_given_up_leaves_nothing_behind():
+def test_a_closed_generator_leaves_no_state():
     decoder = tiny_decoder(10)
     texts = prompts(20, seed=7)
-    for generator in (eager_rows(decoder, rows=4), by_engine(decoder)):
+    for generator in (captured_rows(decoder, rows=4), eager_engine(decoder)):
         expected = collected(generator.generate(texts, max_tokens=10, stop_ids=STOPS))
         running = generator.generate(texts, max_tokens=10, stop_ids=STOPS)
         next(running)
@@ -134,8 +134,8 @@ def test_a_run_given_up_leaves_nothing_behind():
         assert collected(generator.generate(texts, max_tokens=10, stop_ids=STOPS)) == expected
 
 
-@pytest.mark.parametrize("generator", [eager_rows(tiny_decoder(), 2), by_engine(tiny_decoder())])
-def test_mistakes_are_named_before_anything_runs(generator):
+@pytest.mark.parametrize("generator", [captured_rows(tiny_decoder(), 2), eager_engine(tiny_decoder())])
+def test_invalid_input_is_refused_before_anything_runs(generator):
     with pytest.raises(RequestError, match="prompt 1 has 0 tokens"):
         generator.generate([[1], []], max_tokens=4)
     with pytest.raises(RequestError, match="prompt 0 has 128 tokens"):
@@ -146,24 +146,24 @@ def test_mistakes_are_named_before_anything_runs(generator):
         generator.generate([[1]], max_tokens=4, top_p=0.0)
 
 
-def test_a_request_that_fails_is_no_answer():
-    """It would be learnt from as an empty one."""
+def test_a_failed_request_raises():
+    """Training would otherwise use it as an empty answer."""
     decoder = tiny_decoder()
     with torch.no_grad():
         decoder.lm_head.weight.fill_(torch.nan)
-    generator = by_engine(decoder)
+    generator = eager_engine(decoder)
     with pytest.raises(RuntimeError, match="not numbers"):
         list(generator.generate([[1, 2], [3]], max_tokens=4))
     assert not generator.engine.has_unfinished()
 
 
-def test_on_cpu_the_engine_answers():
+def test_answer_generator_on_cpu():
     generator = answer_generator(tiny_decoder(11), device="cpu", dtype="float32", max_model_len=64)
     found = collected(generator.generate(prompts(5), max_tokens=6, stop_ids=STOPS))
     assert sorted(found) == [0, 1, 2, 3, 4]
 
 
-def test_with_a_drafter_the_answers_are_the_same():
+def test_a_drafter_does_not_change_answers():
     options = {"device": "cpu", "dtype": "float32", "max_model_len": 64}
     drafted = answer_generator(tiny_decoder(11), **options, speculation=Speculation(tiny_drafter(), 3))
     assert drafted.engine.drafter is not None
@@ -184,10 +184,10 @@ def test_seeds_are_one_per_prompt_and_stable():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda decoder: eager_rows(decoder, rows=6), lambda decoder: eager_rows(decoder, rows=40), by_engine]
+    "make", [lambda decoder: captured_rows(decoder, rows=6), lambda decoder: captured_rows(decoder, rows=40), eager_engine]
 )
-def test_a_stream_gives_the_same_answers_and_may_depend_on_them(make):
-    """The second half of the prompts exists only when a prompt of the first half is answered."""
+def test_prompts_can_be_a_stream_that_depends_on_answers(make):
+    """Each prompt of the second half is yielded only after one of the first half is answered; answers equal those of a list."""
     generator = make(tiny_decoder(13))
     texts = prompts(60, seed=9)
     options = {"max_tokens": 12, "temperature": 0.8, "stop_ids": STOPS}
@@ -225,8 +225,8 @@ def test_batch_sizes():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_graphs_equal_the_eager_rows_and_never_wait():
-    """fp32 on the GPU: captured and eager give the same tokens; nothing but the late reads waits for the device."""
+def test_graphs_equal_the_eager_run_and_do_not_synchronise():
+    """In fp32 on the GPU graphs and the eager run give the same tokens; only reading output waits for the device."""
     decoder = tiny_decoder(12).cuda()
     texts = prompts(60, seed=8)
     config = EngineConfig(
@@ -237,7 +237,7 @@ def test_graphs_equal_the_eager_rows_and_never_wait():
         for capture in (False, None):
             engine = build_engine(decoder, Speculation(drafter=None), config, capture=capture, admission=OfflineRefill())
             generator = AnswerGenerator(engine)
-            for _ in range(RECORDED_AT):  # then all graphs are there
+            for _ in range(RECORDED_AT):  # afterwards all graphs are recorded
                 list(generator.generate(texts, max_tokens=20, stop_ids=STOPS, **options))
             found = []
             torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""Padded prompt passes, as they are recorded, against passes over just the prompts."""
+"""Prefill passes that are padded to the sizes of recorded graphs equal passes without padding."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def some(lengths: list[int]) -> PrefillBatch:
     return PrefillBatch(numbers, numbers, numbers, lengths, [0] * len(lengths), nothing, nothing, nothing)
 
 
-def test_the_smallest_pass_that_holds_them_and_a_spare_token():
+def test_the_smallest_pass_with_room_for_a_spare_token_is_chosen():
     assert some([63]).shape == (64, 4)
     assert some([64]).shape == (128, 4)
     assert some([4095]).shape == (4096, 4)
     assert some([10, 20, 300, 5, 6]).shape == (512, 64)
-    assert some([2] * 5).shape == (256, 64)  # one pass for all numbers of short prompts
+    assert some([2] * 5).shape == (256, 64)  # one shape for any number of short prompts
 
 
-def test_passes_too_large_to_be_recorded_have_few_sizes(monkeypatch):
+def test_passes_too_large_for_recording_have_few_sizes(monkeypatch):
     assert some([TOKENS[-1] - 1]).shape == (TOKENS[-1], PROMPTS[0])
     assert some([TOKENS[-1]]).shape == (TOKENS[-1] + prompt_pass.MORE_TOKENS, PROMPTS[-1])
     assert some([1] * (PROMPTS[-1] + 1)).shape == (prompt_pass.MORE_TOKENS, 2 * PROMPTS[-1])
@@ -46,7 +46,7 @@ def test_passes_too_large_to_be_recorded_have_few_sizes(monkeypatch):
 
 @pytest.mark.parametrize("windows", [None, (7, None, 7, None)])
 @pytest.mark.parametrize(("count", "is_recorded"), [(1, True), (5, True), (5, False)])
-def test_padding_changes_nothing(count, is_recorded, windows, monkeypatch):
+def test_padding_does_not_change_results(count, is_recorded, windows, monkeypatch):
     monkeypatch.setattr(prompt_pass, "RECORDED_AT", 1)
     if not is_recorded:
         monkeypatch.setattr(prompt_pass, "TOKENS", [8])
@@ -54,7 +54,7 @@ def test_padding_changes_nothing(count, is_recorded, windows, monkeypatch):
     drafter = tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True))
     batches = [device_batch(decoder, drafter, 8) for _ in range(2)]
     batches[1].prefills.pads = True
-    texts = [prompts(count, seed) for seed in (1, 2)]  # the second set finds the buffers of the first
+    texts = [prompts(count, seed) for seed in (1, 2)]  # the second set reuses the buffers of the first
     for batch in batches:
         for cache in (batch.cache, batch.method.cache):
             cache.keys.fill_(9.0)
@@ -62,18 +62,18 @@ def test_padding_changes_nothing(count, is_recorded, windows, monkeypatch):
         for some_texts in texts:
             made = entries(batch, some_texts)
             batch.prefill(made)
-        # Once more, every other text from its middle on: a whole prompt and one with a cached prefix share a pass.
+        # Once more, with half of every other text cached: whole prompts and prompts with a cached prefix share a pass.
         batch.prefill([replace(init, num_cached=len(init.text) // 2 * (index % 2 == 0)) for index, init in enumerate(made)])
     assert bool(batches[1].prefills.buffers) == is_recorded
     for mine, theirs in zip(batches[1].state.carried, batches[0].state.carried, strict=True):
         torch.testing.assert_close(mine[:8], theirs[:8])  # the last row is the dummy
     for mine, theirs in ((batches[1].cache, batches[0].cache), (batches[1].method.cache, batches[0].method.cache)):
-        torch.testing.assert_close(mine.keys, theirs.keys)  # padding is stored nowhere
+        torch.testing.assert_close(mine.keys, theirs.keys)  # padding is not stored
         torch.testing.assert_close(mine.values, theirs.values)
 
 
-def test_recording_ahead_makes_the_buffers_that_are_used():
-    """One for whole prompts and for those with a cached prefix; without a device the recorded step is simply run."""
+def test_recording_ahead_makes_the_buffers_used_later():
+    """Whole prompts and prompts with a cached prefix share one buffer. Without a GPU recording just runs the pass."""
     batch = device_batch(tiny_decoder(), tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True)), 8)
     passes = batch.prefills
     passes.pads = True
@@ -91,7 +91,7 @@ def test_recording_ahead_makes_the_buffers_that_are_used():
     assert len(before) == 1
 
 
-def test_a_size_is_recorded_when_it_comes_again():
+def test_a_size_is_recorded_at_its_second_use():
     batch = device_batch(tiny_decoder(), None, 8)
     batch.prefills.pads = True
     for expected in (0, 1, 1):
@@ -99,8 +99,8 @@ def test_a_size_is_recorded_when_it_comes_again():
         assert len(batch.prefills.buffers) == expected
 
 
-def test_recording_beside_requests_counts_no_first_token_twice():
-    """Before a graph is replayed its pass runs a few times, to warm up and to be timed."""
+def test_recording_does_not_count_first_tokens_twice():
+    """While requests are running, recording runs a pass several times, for warm-up and timing, before the graph is replayed."""
     batch = device_batch(tiny_decoder(), None, 8)
     passes = batch.prefills
 
@@ -120,14 +120,14 @@ def test_recording_beside_requests_counts_no_first_token_twice():
         assert batch.state.adjustments.counts_RV[init.row].sum() == 1
 
 
-def test_beside_a_servers_requests_a_size_that_comes_again_is_only_noted(monkeypatch, caplog):
+def test_a_server_under_load_notes_sizes_to_be_recorded_later(monkeypatch, caplog):
     monkeypatch.setattr(prompt_pass, "RECORDED_IN_TRAFFIC_AT", 6)
     batch = device_batch(tiny_decoder(), None, 8)
     passes, shape = batch.prefills, (64, 4, GREEDY)
     passes.pads = passes.waits_for_quiet = True
 
     def prefill() -> bool:
-        """Whether it was a replay, or was recorded."""
+        """Whether the pass was recorded or replayed."""
         passes.buffers.clear()
         batch.prefill(entries(batch, [[1, 2, 3]]))
         return bool(passes.buffers)
@@ -142,10 +142,10 @@ def test_beside_a_servers_requests_a_size_that_comes_again_is_only_noted(monkeyp
     monkeypatch.setattr(passes, "record", no_memory)
     assert passes.record_wanted()
     assert "not enough GPU memory" in caplog.text
-    assert [prefill() for _ in range(4)] == [False] * 4  # nor is it noted again
+    assert [prefill() for _ in range(4)] == [False] * 4  # the size is not noted again
     assert not passes.record_wanted()
 
     passes.too_large.clear()
-    assert prefill()  # so many uses that even requests wait for it
+    assert prefill()  # after this many uses it is recorded although requests wait
     passes.wanted, passes.graphs.graphs = {shape}, {shape: None}
-    assert not passes.record_wanted()  # it is there
+    assert not passes.record_wanted()  # already recorded

@@ -1,4 +1,4 @@
-"""Texts that begin alike share pages: the same answers, the same bits, less to compute, and nothing lost."""
+"""The prefix cache: texts with a common prefix share pages. Answers and bits are the same, and no page is lost."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def keys(tokens: list[int], drafted: bool = True) -> PageKeys:
     return PageKeys(tokens, 4, drafted=drafted)
 
 
-def test_a_key_stands_for_all_tokens_up_to_the_page_and_the_one_after():
+def test_a_page_key_covers_all_tokens_up_to_the_page_and_the_next_one():
     tokens = list(range(10))
     known = keys(tokens).up_to(10)
     assert len(known) == 2
     assert keys(tokens[:9]).up_to(10) == known
-    assert keys(tokens[:8]).up_to(10) == known[:1]  # what follows the second page is not known
+    assert keys(tokens[:8]).up_to(10) == known[:1]  # the token after the second page is not known
     assert keys(tokens).up_to(7) == known[:1]
     for changed, same in ((0, 0), (3, 0), (4, 0), (5, 1), (8, 1), (9, 2)):
         other = keys([token + 100 * (place == changed) for place, token in enumerate(tokens)]).up_to(10)
@@ -73,7 +73,7 @@ def test_a_key_stands_for_all_tokens_up_to_the_page_and_the_one_after():
 
 
 def placed(pool: PagePool, tokens: list[int]) -> tuple[list[int], int]:
-    """A computed text's pages, and how many of its tokens were found."""
+    """Places a computed text in the pool. Returns its pages and how many of its tokens were found."""
     pages, mine = [], keys(tokens)
     found = pool.take(pages, pool.find(mine), mine)
     assert pool.grow(pages, len(tokens))
@@ -81,11 +81,11 @@ def placed(pool: PagePool, tokens: list[int]) -> tuple[list[int], int]:
     return pages, found
 
 
-def test_pages_are_shared_kept_and_forgotten_in_turn():
+def test_pages_are_shared_kept_and_evicted():
     pool = PagePool(8, 4)
     first, found = placed(pool, list(range(14)))
     assert (len(first), found) == (4, 0)
-    second, found = placed(pool, [*range(9), 50, 51])  # alike beyond the second page
+    second, found = placed(pool, [*range(9), 50, 51])  # the same prefix of two pages
     assert found == 8
     assert second[:2] == first[:2]
     assert second[2] not in first
@@ -100,15 +100,15 @@ def test_pages_are_shared_kept_and_forgotten_in_turn():
     pool.release(second)
     pool.check_integrity([])
     assert pool.num_free == 8
-    crowd: list[int] = []
-    assert not pool.grow(crowd, 33)
-    assert pool.grow(crowd, 6 * 4)  # five blank pages, and one of the kept
-    assert len(pool.find(keys(list(range(14))))) == 2  # a text's end goes first
-    pool.check_integrity([crowd])
-    pool.release(crowd)
+    filler: list[int] = []
+    assert not pool.grow(filler, 33)
+    assert pool.grow(filler, 6 * 4)  # five blank pages and one kept page
+    assert len(pool.find(keys(list(range(14))))) == 2  # the end of a text is evicted first
+    pool.check_integrity([filler])
+    pool.release(filler)
 
 
-def test_what_two_compute_at_once_is_kept_once():
+def test_equal_pages_computed_at_the_same_time_are_kept_once():
     pool = PagePool(8, 4)
     mine, yours = ([], keys(list(range(9)))), ([], keys(list(range(9))))
     for pages, _ in (mine, yours):
@@ -139,7 +139,7 @@ def test_integrity_is_checked():
 
 
 def contents(engine, request) -> list[torch.Tensor]:
-    """What the caches hold of a request's computed text."""
+    """The cached keys and values of a request's computed text."""
     size = engine.pool.page_size
     slots = [request.pages[place // size] * size + place % size for place in range(request.num_computed)]
     caches = [engine.executor.cache] + ([engine.drafter.cache] if engine.drafter is not None and engine.drafter.taps else [])
@@ -153,7 +153,7 @@ DTYPES = ["float32", *(["float16"] if native.library() is not None else [])]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "eagle"])
-def test_a_second_turn_computes_only_what_is_new(drafted, tree, dtype):
+def test_a_second_turn_computes_only_new_tokens(drafted, tree, dtype):
     def built(config):
         speculation = Speculation(drafter(draft_vocab_size=64) if drafted else "none", 3, tree if drafted else None)
         return engine_with(tiny_decoder(), speculation, replace(config, dtype=dtype))
@@ -165,26 +165,26 @@ def test_a_second_turn_computes_only_what_is_new(drafted, tree, dtype):
     second, alone = engine.add_request(turn, GREEDY), fresh.add_request(turn, GREEDY)
     engine.step(), fresh.step()
     engine.step(), fresh.step()  # the drafter processes a pass at the beginning of the next step
-    # All of the first text but its last page or two: those the drafter did not see in full.
+    # All of the first text except its last page or two, which the drafter has not processed completely.
     assert len(first.tokens) - 16 <= second.num_cached <= len(first.tokens)
     assert second.num_cached % 8 == 0
     assert alone.num_cached is None
     pairs = list(zip(contents(engine, second), contents(fresh, alone), strict=True))
-    # Packed, a row does not depend on the others: the target's bits are those computed again. An accepted tree's tokens saw
-    # their keys in other places, and differ by their sums' rounding.
+    # With packed weights a row does not depend on others, so the target's bits equal a new computation. Accepted tokens of
+    # a tree read their keys at other places: their sums round differently.
     if native.library() is not None and not (tree and drafted):
         assert all(torch.equal(mine, theirs) for mine, theirs in pairs[:2])
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4 * theirs.abs().max().item())
     finish(engine), finish(fresh)
     assert second.answer == alone.answer
-    if not (tree and drafted):  # 8-bit activations of the drafter make a tree's roundings visible in what it drafts
+    if not (tree and drafted):  # the drafter's 8-bit activations let a tree's rounding change its drafts
         assert second.stats == alone.stats
     assert (engine.pool.num_queried, engine.pool.num_found) == (40 + len(turn), second.num_cached)
     assert fresh.pool.num_queried == 0
 
 
-def test_a_whole_text_again_computes_its_last_token():
+def test_a_repeated_text_computes_its_last_token():
     engine = engine_with(tiny_decoder(), Speculation("none"), SMALL_PAGES)
     for length in (16, 17):
         prompt = text(length, seed=length)
@@ -194,7 +194,7 @@ def test_a_whole_text_again_computes_its_last_token():
         assert again.answer == first.answer
 
 
-def test_pages_without_the_drafters_part_are_not_given_to_those_who_draft():
+def test_pages_without_the_drafters_keys_are_not_used_when_drafting():
     engine = engine_with(tiny_decoder(), Speculation(drafter(), 3), SMALL_PAGES)
     prompt = text(30)
     assert answered(engine, prompt, speculate=False).num_cached == 0
@@ -205,7 +205,7 @@ def test_pages_without_the_drafters_part_are_not_given_to_those_who_draft():
 
 @pytest.mark.parametrize("inner_settings", [{}, {"window": 12}], ids=["", "window"])
 def test_drafts_equal_a_computation_from_scratch(inner_settings):
-    """Prompts that part at every place around a page's end, one after the other and together, with preemption."""
+    """Prompts whose common prefix ends at each place around a page's end, one after another and together, with preemption."""
     decoder = tiny_decoder()
     network = drafter(draft_vocab_size=64, **inner_settings).share(decoder.embed_tokens, decoder.lm_head)
     base = text(40)
@@ -216,7 +216,7 @@ def test_drafts_equal_a_computation_from_scratch(inner_settings):
     inner = build_engine(decoder, Speculation(network, 4), config).drafter
     oracle = OracleSpeculator(answers, 5, reach=lambda length: length % 6, inner=inner)
     engine = engine_with(decoder, oracle, config)
-    assert inner.cache.keys.shape[2] >= engine.pool.num_pages * 8  # a page number names the same slots in both
+    assert inner.cache.keys.shape[2] >= engine.pool.num_pages * 8  # a page number refers to the same slots in both caches
     assert [run(engine, [prompt], GREEDY)[0] for prompt in prompts] == plain
     assert engine.pool.num_found > 0
     assert run(engine, prompts, GREEDY) == plain
@@ -229,7 +229,7 @@ def test_drafts_equal_a_computation_from_scratch(inner_settings):
     assert checked > 50
 
 
-def test_a_preempted_request_finds_its_pages_again():
+def test_a_preempted_request_reuses_its_pages():
     engine = engine_with(tiny_decoder(), Speculation("none"), replace(SMALL_PAGES, kv_cache_tokens=96))
     requests = [engine.add_request(text(30, seed), replace(GREEDY, max_tokens=30)) for seed in range(2)]
     starts: dict[str, list[int]] = {request.id: [] for request in requests}
@@ -245,21 +245,21 @@ def test_a_preempted_request_finds_its_pages_again():
     finish(engine)
     assert engine.scheduler.num_preemptions > 0
     assert len(starts[requests[1].id]) > 1
-    assert starts[requests[1].id].count(0) == 1, "it was prefilled again from what the cache still had"
+    assert starts[requests[1].id].count(0) == 1, "it must be prefilled again from its cached pages"
     assert requests[1].num_cached == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("how", ["plain", "chain", "tree", "ngram"])
-def test_a_crowd_with_common_beginnings_in_a_cache_too_small(how, dtype):
-    """64 mixed requests: every one ends as it would have alone, the cancelled ones with a beginning of it."""
+@pytest.mark.parametrize("method", ["plain", "chain", "tree", "ngram"])
+def test_64_requests_with_common_prefixes_in_a_small_cache(method, dtype):
+    """Every request gets the answer it has alone; a cancelled one gets a prefix of it."""
     chance = random.Random(4)
     speculation = {
         "plain": Speculation("none"),
         "chain": Speculation(drafter(draft_vocab_size=64), 3),
         "tree": Speculation(drafter(draft_vocab_size=64), 3, TREE),
         "ngram": Speculation("ngram", 3),
-    }[how]
+    }[method]
     tight = replace(CPU, kv_cache_tokens=288, max_batched_tokens=64, page_size=8, max_num_seqs=12, dtype=dtype)
     engine = engine_with(tiny_decoder(), speculation, tight)
     alone = engine_with(tiny_decoder(), Speculation("none"), replace(CPU, dtype=dtype, prefix_caching=False))
@@ -304,7 +304,7 @@ def row_engine(decoder, speculation=None, **settings) -> Engine:
 
 @pytest.mark.parametrize("windows", [(None,) * 4, (20, None, 20, None)], ids=["", "windows"])
 @pytest.mark.parametrize("speculation", [Speculation(drafter(), 3), Speculation("none")], ids=["eagle", "plain"])
-def test_rows_read_only_what_is_new(speculation, windows):
+def test_rows_prefill_only_new_tokens(speculation, windows):
     decoder = tiny_decoder(3, windows=windows)
     engine = row_engine(decoder, speculation)
     fresh = row_engine(decoder, speculation, prefix_caching=False)
@@ -316,14 +316,14 @@ def test_rows_read_only_what_is_new(speculation, windows):
     found, wanted = ([one.add_request(turn, GREEDY) for turn in turns] for one in (engine, fresh))
     finish(engine), finish(fresh)
     assert [request.answer for request in found] == [request.answer for request in wanted]
-    # The third has too little in the cache for it to pay (64 of 160), the fourth (16 of 80) as well; the last finds
-    # most of the first answer: 90 tokens less the last one and, with a drafter, what a cycle can emit.
+    # The third has too little cached for reuse to pay (64 of 160), as has the fourth (16 of 80). The last finds most of the
+    # first answer: 90 tokens less the last one and, with a drafter, less the tokens that a cycle can emit.
     assert [request.num_cached for request in found] == [64, 64, 0, 0, 80]
-    # What is drafted after the rests were read is what is drafted after the whole prompts were.
+    # Drafts after a prefill with a cached prefix equal drafts after a prefill of the whole prompt.
     assert [request.stats for request in found] == [request.stats for request in wanted]
 
 
-def test_rests_that_are_padded_as_for_recording(monkeypatch):
+def test_padded_prefills_with_cached_prefixes(monkeypatch):
     monkeypatch.setattr(prefill, "RECORDED_AT", 1)
     decoder = tiny_decoder(3, windows=(20, None, 20, None))
     prompts = [[*text(81), *text(length, seed=length)] for length in (1, 30, 63, 64, 65, 100)]
@@ -341,7 +341,7 @@ def test_rests_that_are_padded_as_for_recording(monkeypatch):
     assert answers[0] == answers[1]
 
 
-def test_long_prompts_are_read_in_pieces_from_where_the_cache_ends(monkeypatch):
+def test_chunked_prefill_starts_after_the_cached_prefix(monkeypatch):
     monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 64)
     decoder, base = tiny_decoder(3), text(150)
     engine, fresh = row_engine(decoder), row_engine(decoder, prefix_caching=False)
@@ -360,17 +360,17 @@ def test_long_prompts_are_read_in_pieces_from_where_the_cache_ends(monkeypatch):
     assert second.stats == alone.stats
 
 
-def test_what_a_plain_step_left_behind_is_not_shared(monkeypatch):
+def test_pages_of_plain_steps_are_not_shared(monkeypatch):
     decoder, prompt = tiny_decoder(3), text(20)
     engine = row_engine(decoder)
     monkeypatch.setattr(engine.controller.acceptance, "choose", lambda *_: 0)
     first = answered(engine, prompt, replace(GREEDY, max_tokens=60))
     monkeypatch.undo()
     assert answered(engine, [*first.tokens[:30], 1]).num_cached == 16  # the prompt's only full page
-    assert answered(engine, first.tokens).num_cached == 0  # a sixth of it is not worth a pass
+    assert answered(engine, first.tokens).num_cached == 0  # reusing a sixth of it does not pay
 
 
-def test_an_unread_prompt_is_not_shared(monkeypatch):
+def test_pages_of_an_incomplete_prefill_are_not_shared(monkeypatch):
     monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 64)
     engine, prompt = row_engine(tiny_decoder(3)), text(200)
     cancelled = engine.add_request(prompt, GREEDY)
@@ -382,8 +382,8 @@ def test_an_unread_prompt_is_not_shared(monkeypatch):
 
 
 @pytest.mark.parametrize("again", ["abort", "preempt"])
-def test_a_request_that_is_being_read_again_shares_nothing(monkeypatch, again):
-    """Interrupted after some tokens it has an answer, and yet its new pages hold only what was read so far."""
+def test_pages_of_an_incomplete_recompute_are_not_shared(monkeypatch, again):
+    """A request preempted after some tokens has an answer, but its new pages hold only the chunks prefilled so far."""
     monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 64)
     engine, prompt = row_engine(tiny_decoder(3)), text(200)
     request = engine.add_request(prompt, replace(GREEDY, max_tokens=40, ignore_eos=True))
@@ -391,7 +391,7 @@ def test_a_request_that_is_being_read_again_shares_nothing(monkeypatch, again):
         engine.step()
     engine.scheduler._preempt(request)
     engine._commit(engine.executor.reader.read(but_last=0, record=lambda *_: None))
-    monkeypatch.setattr(engine.pool, "find", lambda keys: [])  # what it left behind has been overwritten
+    monkeypatch.setattr(engine.pool, "find", lambda keys: [])  # its old pages have been overwritten
     engine.step()
     assert engine.executor.prefilling
     shared = []
@@ -405,7 +405,7 @@ def test_a_request_that_is_being_read_again_shares_nothing(monkeypatch, again):
     engine.check_integrity()
 
 
-def test_a_crowd_of_rows_with_common_beginnings_in_a_small_cache():
+def test_64_rows_with_common_prefixes_in_a_small_cache():
     decoder, chance = tiny_decoder(3), random.Random(5)
     engine = row_engine(decoder, kv_cache_tokens=768, max_model_len=128)
     plain = engine_with(decoder, Speculation("none"), WITHOUT)

@@ -1,4 +1,4 @@
-"""Quantised targets on CPU: speculation gives what the quantised target gives alone, and files keep what they have."""
+"""Quantised targets on CPU: speculation is lossless, and quantised files keep their format."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_speculation_is_lossless(quantization, dtype, tree):
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_the_engine_runs_the_quantised_weights(quantization):
-    """The same answers as from a network whose weights were rounded beforehand: nothing else is rounded noticeably."""
+    """Logits equal those of a model whose weights were rounded beforehand: nothing else is rounded noticeably."""
     rounded = tiny_decoder()
     for name, module in rounded.named_modules():
         if isinstance(module, torch.nn.Linear):
@@ -83,7 +83,7 @@ def test_a_gguf_file_keeps_its_quantisation(kind, bits, tmp_path, monkeypatch):
     kept = [module.bits for module in engines["gguf"].decoder.modules() if hasattr(module, "bits")]
     assert set(kept) == {bits}
     if kind == "Q5_1":
-        return  # no format here holds it: rounded to 8 bits
+        return  # no format represents it exactly: rounded to 8 bits
     tokens, positions = torch.arange(20), torch.arange(20)
     logits = [engine.decoder.logits(states(engine, tokens, positions)) for engine in engines.values()]
     torch.testing.assert_close(*logits, rtol=0, atol=5e-3 * logits[0].abs().max().item())
@@ -107,7 +107,7 @@ def test_real_model(smollm2_folder, quantization):
 
     quantised = answers("none", quantization)
     assert answers("auto", quantization) == quantised
-    # The model's file has 4 bits with offsets and a head of 8, so int4 changes next to nothing; int8 rounds a little.
+    # The model's file has 4-bit weights with offsets and an 8-bit head, so int4 changes almost nothing; int8 rounds a little.
     unquantised = answers("none", "none")
     begin_alike = sum(mine[:8] == theirs[:8] for mine, theirs in zip(quantised, unquantised, strict=True))
     assert begin_alike >= len(quantised) // 2

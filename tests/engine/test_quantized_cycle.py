@@ -1,4 +1,4 @@
-"""The captured cycle with a quantised target, run eagerly: it says what the quantised network itself says."""
+"""The captured cycle with a quantised target, run eagerly: its answers equal those of the quantised model itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_plain_and_speculative_answers_are_the_networks(quantization):
+def test_plain_and_speculative_answers_equal_the_models(quantization):
     decoder = tiny_decoder(12)
     drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True, own_head=False))
     quantize_linears(decoder, quantization)

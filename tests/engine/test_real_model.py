@@ -1,4 +1,4 @@
-"""The real SmolLM2 with the shipped drafter: same text plain, by chain, by tree and by n-gram; acceptance as it should be."""
+"""The real SmolLM2 with the shipped drafter: plain, chain, tree and n-gram give the same text, and drafts are accepted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=["auto", "float32"])
 def dtype(request) -> str:
-    """On CPU `auto` is the file's own."""
+    """On CPU `auto` is the file's own format."""
     return request.param
 
 
@@ -35,7 +35,7 @@ def plain(smollm2_folder, dtype) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("drafter", "tree"), [("auto", None), ("auto", TreeShape(4, 10)), ("ngram", None)], ids=["chain", "tree", "ngram"]
 )
-def test_speculation_does_not_change_a_word(plain, dtype, drafter, tree):
+def test_speculation_does_not_change_answers(plain, dtype, drafter, tree):
     settings = {"depth": 4, "tree": tree, "dtype": dtype, "adaptive": False, "drift_guard": False}
     if tree is not None and keeps_blocks(EngineConfig(device="cpu", dtype=dtype)):
         with pytest.raises(UserError, match="add --dtype float16"):

@@ -1,11 +1,11 @@
-"""Reading texts again for the sake of speculation, only where that pays."""
+"""The recompute policy: texts are prefilled again for speculation only where that pays."""
 
 from __future__ import annotations
 
 from fledge.engine.recompute import STEPS, RecomputePolicy
 from fledge.speculation.acceptance import AcceptanceModel
 
-OVER = RecomputePolicy(AcceptanceModel(3))  # 2.5 tokens a cycle are expected
+POLICY = RecomputePolicy(AcceptanceModel(3))  # expects 2.5 tokens per cycle
 
 
 def cheap(depth: int) -> float:
@@ -13,23 +13,23 @@ def cheap(depth: int) -> float:
 
 
 def pays(seconds, remaining, pass_seconds, share=1.0, allowed=()) -> bool:
-    return OVER.pays(seconds, share, allowed, remaining, pass_seconds)
+    return POLICY.pays(seconds, share, allowed, remaining, pass_seconds)
 
 
-def test_it_pays_if_enough_is_left_to_say():
+def test_it_pays_if_enough_tokens_remain():
     assert pays(cheap, [40], pass_seconds=1.0)
     assert not pays(cheap, [3], pass_seconds=1.0)
-    assert pays(cheap, [3, 40], pass_seconds=1.0)  # the rest comes along
+    assert pays(cheap, [3, 40], pass_seconds=1.0)  # the short request is recomputed with the long one
     assert not pays(cheap, [40], pass_seconds=50.0)
     assert not pays(cheap, [], pass_seconds=0.0)
 
 
-def test_it_does_not_where_speculation_gains_little_or_nothing():
+def test_it_does_not_pay_if_speculation_gains_little():
     assert not pays(lambda depth: 1.0 + 0.68 * depth, [1000], pass_seconds=0.0)
     assert not pays(lambda depth: 1.0 + 2.0 * depth, [1000], pass_seconds=0.0)
 
 
-def test_company_that_is_not_drafted_for_and_shortened_requests_count():
+def test_undrafted_and_shortened_requests_reduce_the_gain():
     costs = {"seconds": lambda depth: 1.0 + 0.2 * depth, "remaining": [1000], "pass_seconds": 0.0}
     assert pays(**costs)
     assert not pays(**costs, share=0.1)
@@ -37,15 +37,15 @@ def test_company_that_is_not_drafted_for_and_shortened_requests_count():
     assert not pays(lambda depth: 1.0 + 0.6 * depth, [1000], 0.0, allowed=[1, 1])
 
 
-def test_nothing_is_done_where_nothing_is_known_or_asked_for():
+def test_it_does_not_pay_if_times_are_unknown_or_speculation_is_off():
     assert not pays(lambda depth: None, [1000], pass_seconds=0.0)
-    assert not pays(lambda depth: None if depth else 1.0, [1000], pass_seconds=0.0)  # of plain steps alone
+    assert not pays(lambda depth: None if depth else 1.0, [1000], pass_seconds=0.0)  # only plain steps were measured
     assert not RecomputePolicy(AcceptanceModel(0)).pays(cheap, 1.0, (), [1000], 0.0)
     assert not pays(cheap, [1000], pass_seconds=None)
 
 
 def test_the_load_must_have_been_low_for_a_while():
-    over = RecomputePolicy(AcceptanceModel(3))
-    assert [over.is_due(True) for _ in range(STEPS)] == [False] * (STEPS - 1) + [True]
-    assert not over.is_due(False)
-    assert not over.is_due(True)
+    policy = RecomputePolicy(AcceptanceModel(3))
+    assert [policy.is_due(True) for _ in range(STEPS)] == [False] * (STEPS - 1) + [True]
+    assert not policy.is_due(False)
+    assert not policy.is_due(True)

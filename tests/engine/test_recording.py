@@ -1,4 +1,4 @@
-"""Which graphs are compiled and recorded ahead, without a GPU: what a batch is asked for."""
+"""Which graphs are compiled and recorded ahead. No GPU is needed: the shapes requested from a batch are checked."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fledge.engine.executors.prefill import MIDDLE
 from fledge.engine.executors.recording import UsualGraphs
 
 
-class Asked:
-    """Notes the shapes that are to be recorded."""
+class RecordedShapes:
+    """Notes the shapes that would be recorded."""
 
     def __init__(self) -> None:
         self.graphs = SimpleNamespace(graphs={})
@@ -29,12 +29,12 @@ class Asked:
         self.graphs.graphs |= dict.fromkeys(shapes)
 
 
-class Batch(Asked):
+class Batch(RecordedShapes):
     def __init__(self, sizes: list[int]) -> None:
         super().__init__()
         self.sizes, self.chunk_tokens = sizes, 2048
         self.config = EngineConfig(max_model_len=4096, max_num_seqs=sizes[-1], prefix_caching=False)
-        self.prefills, self.chunks = Asked(), Asked()
+        self.prefills, self.chunks = RecordedShapes(), RecordedShapes()
 
     def kv_bucket(self, _: int) -> tuple[int, ...]:
         return ()
@@ -58,14 +58,14 @@ def test_a_server_records_prefills_and_chunks_too(batch):
     cycles = batch.graphs.graphs
     assert {shape[2] for shape in cycles} == {GREEDY, SAMPLED, TRUNCATED, ADJUSTED}
     assert {shape[1] for shape in cycles} == {0, 3}
-    # 14 sizes in 3 sampling modes; kernels of the fourth are compiled for 4 and for 64 prompts
+    # 14 sizes in 3 sampling modes; the kernels of the fourth mode are compiled for 4 and for 64 prompts.
     prefills = batch.prefills.graphs.graphs
     assert len(prefills) == 44
     assert {shape for shape in prefills if shape[2] == ADJUSTED} == {(64, 4, ADJUSTED), (256, 64, ADJUSTED)}
     assert {shape[1] for shape in batch.chunks.graphs.graphs} == {MIDDLE, GREEDY, SAMPLED, TRUNCATED, ADJUSTED}
 
 
-def test_prefills_with_adjusted_logits_are_recorded_when_it_is_quiet(batch):
+def test_prefills_with_adjusted_logits_are_recorded_when_idle(batch):
     usual = UsualGraphs(batch, [0])
     usual.warm_up()
     sampled_at = None
@@ -73,11 +73,11 @@ def test_prefills_with_adjusted_logits_are_recorded_when_it_is_quiet(batch):
         count = sum(shape[2] == ADJUSTED for shape in batch.prefills.graphs.graphs)
         if sampled_at is None and not batch.samples_truncated:
             sampled_at = count
-    assert sampled_at == 2, "before those of adjusted logits"
+    assert sampled_at == 2, "plain sampling must be recorded before adjusted logits"
     assert count == 14
 
 
-def test_what_came_again_under_traffic_is_recorded_when_it_is_quiet(batch):
+def test_sizes_noted_under_load_are_recorded_when_idle(batch):
     usual = UsualGraphs(batch, [0])
     usual.warm_up()
     assert batch.prefills.waits_for_quiet

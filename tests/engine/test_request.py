@@ -1,4 +1,4 @@
-"""A request takes tokens the same way whether or not anybody asks for text."""
+"""Requests: appending tokens with and without a detokenizer, text deltas, and stop strings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Letters:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_without_text_the_same_tokens_are_taken(seed):
+def test_tokens_are_the_same_with_and_without_text(seed):
     rng = random.Random(seed)
     params = SamplingParams(
         max_tokens=rng.randint(6, 40),
@@ -31,22 +31,22 @@ def test_without_text_the_same_tokens_are_taken(seed):
         stop_token_ids=rng.sample(range(12), rng.randint(0, 2)),
     )
     max_len = rng.choice([16, 64])
-    quiet, heard = (Request("r", [1, 2, 3], params, frozenset({0, 5}), decoder) for decoder in (None, Letters()))
-    while not quiet.finished:
+    without_text, with_text = (Request("r", [1, 2, 3], params, frozenset({0, 5}), decoder) for decoder in (None, Letters()))
+    while not without_text.finished:
         tokens = [rng.randrange(30) for _ in range(rng.randint(1, 6))]
         drafted = [rng.random() < 0.5 for _ in tokens]
-        one, two = (request.append(list(tokens), list(drafted), max_len) for request in (quiet, heard))
+        one, two = (request.append(list(tokens), list(drafted), max_len) for request in (without_text, with_text))
         assert (one.tokens, one.drafted, one.finished) == (two.tokens, two.drafted, two.finished)
-    assert quiet.tokens == heard.tokens
-    assert (quiet.finish_reason, quiet.stop_reason) == (heard.finish_reason, heard.stop_reason)
-    assert not quiet.text
-    assert len(heard.text) in (heard.num_answer, heard.num_answer - 1)  # an end token has none
+    assert without_text.tokens == with_text.tokens
+    assert (without_text.finish_reason, without_text.stop_reason) == (with_text.finish_reason, with_text.stop_reason)
+    assert not without_text.text
+    assert len(with_text.text) in (with_text.num_answer, with_text.num_answer - 1)  # a stop token has no text
 
 
 @pytest.mark.parametrize("stop", ["defg", "dex", "cdefghij", "hi"])
 @pytest.mark.parametrize("step", [1, 2, 3, 5])
 def test_deltas_never_show_text_that_a_stop_string_may_cut_off(stop, step):
-    """Whatever comes in a step, what deltas show adds up to the text, and nothing is taken back."""
+    """The text of all deltas adds up to the final text, however many tokens a step brings."""
     params = SamplingParams(max_tokens=12, temperature=0, stop=[stop])
     request, shown = Request("r", [1], params, decoder=Letters()), ""
     while not request.finished:
@@ -60,7 +60,7 @@ def test_deltas_never_show_text_that_a_stop_string_may_cut_off(stop, step):
 
 @pytest.mark.parametrize("included", [False, True])
 def test_stop_strings_wait_for_min_tokens(included):
-    """As with vLLM: one that ends within the first `min_tokens` does not count, one that ends behind them does."""
+    """As in vLLM: a stop string that ends within the first `min_tokens` tokens does not count; one that ends later does."""
     params = SamplingParams(max_tokens=20, min_tokens=4, temperature=0, stop=["cd", "de"], include_stop_str_in_output=included)
     request = Request("r", [1], params, decoder=Letters())
     request.append(list(range(12)), [False] * 12, 100)

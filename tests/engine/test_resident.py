@@ -1,4 +1,4 @@
-"""Giving memory back."""
+"""Returning unused memory to the operating system."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ print(before, after)
 
 
 @pytest.mark.skipif(not MAPPINGS.exists(), reason="needs Linux")
-def test_code_is_given_back_and_found_again():
+def test_code_pages_are_released_and_loaded_again():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     before, after = map(int, done.stdout.split())
     assert after < before / 2

@@ -1,4 +1,4 @@
-"""The same through the whole engine: a tiny network target, speculative against its exact distribution."""
+"""Sampling in the whole engine: speculative samples of a tiny target follow its exact distribution."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def exact(decoder, params: SamplingParams, answer: list[int]) -> torch.Tensor:
 )
 def test_engine_samples_the_targets_distribution(tree, settings):
     decoder = tiny_decoder(2, **SHAPE)
-    with torch.no_grad():  # softer, so that many continuations are possible
+    with torch.no_grad():  # flatter logits, so that many continuations are possible
         decoder.lm_head.weight.mul_(0.4)
     config = tiny_drafter_config(decoder.config, aux_layer_ids=(0, 1, 2), fc_norm=True, norm_output=True)
     engine = engine_with(decoder, Speculation(tiny_drafter(config), 2, tree), CPU)
@@ -44,7 +44,7 @@ def test_engine_samples_the_targets_distribution(tree, settings):
     params = SamplingParams(max_tokens=3, **settings)
     counts: dict[tuple[int, ...], int] = {}
     for request in requests:
-        pair = tuple(request.answer[1:3])  # the first token comes from the prompt's pass, without a draft
+        pair = tuple(request.answer[1:3])  # the first token comes from prefill, without a draft
         counts[(request.answer[0], *pair)] = counts.get((request.answer[0], *pair), 0) + 1
     expected: dict[tuple[int, ...], float] = {}
     first = exact(decoder, params, [])
@@ -66,7 +66,7 @@ def test_engine_samples_the_targets_distribution(tree, settings):
     assert statistic.pvalue > 1e-3
 
 
-def test_a_seed_repeats_an_answer_whatever_runs_beside_it():
+def test_a_seeded_answer_does_not_depend_on_concurrent_requests():
     decoder = tiny_decoder(2)
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=11)
     drafter = tiny_drafter(tiny_drafter_config(fc_norm=True, norm_output=True))
@@ -74,33 +74,33 @@ def test_a_seed_repeats_an_answer_whatever_runs_beside_it():
     request = alone.add_request(PROMPT, params)
     while alone.has_unfinished():
         alone.step()
-    crowd = engine_with(decoder, Speculation(drafter, 3))
-    others = [crowd.add_request([index, 7], SamplingParams(max_tokens=9, seed=index)) for index in range(5)]
-    again = crowd.add_request(PROMPT, params)
-    while crowd.has_unfinished():
-        crowd.step()
+    loaded = engine_with(decoder, Speculation(drafter, 3))
+    others = [loaded.add_request([index, 7], SamplingParams(max_tokens=9, seed=index)) for index in range(5)]
+    again = loaded.add_request(PROMPT, params)
+    while loaded.has_unfinished():
+        loaded.step()
     assert again.answer == request.answer
     assert len({tuple(other.answer) for other in others}) > 1
 
 
 @pytest.mark.parametrize("capture", [None, False], ids=["eager", "captured"])
 @pytest.mark.parametrize("huge", [2**32 + 1, 10**30])
-def test_numbers_past_a_devices_int32_mean_all(huge, capture):
+def test_limits_above_int32_mean_no_limit(huge, capture):
     usual = SamplingParams(max_tokens=12, temperature=1.0, seed=5)
-    for params, alike in (
+    for params, equivalent in (
         (replace(usual, top_k=huge), usual),
         (replace(usual, max_tokens=huge, min_tokens=huge), replace(usual, max_tokens=1000, min_tokens=1000)),
     ):
         engines = [
             build_engine(tiny_decoder(), Speculation(None), replace(CPU, max_model_len=32), capture=capture) for _ in range(2)
         ]
-        answers = [run(engine, [PROMPT], one) for engine, one in zip(engines, (params, alike), strict=True)]
+        answers = [run(engine, [PROMPT], one) for engine, one in zip(engines, (params, equivalent), strict=True)]
         assert answers[0] == answers[1]
         assert answers[0][0]
 
 
 def test_any_number_of_stop_ids_ends_an_answer():
-    """A device's row has place for 16; more are set beside it."""
+    """A row's state on the device holds 16 stop tokens; more are stored in a bitmap."""
     params = SamplingParams(max_tokens=60, temperature=1.0, seed=3, stop_token_ids=range(0, 128, 5), ignore_eos=True)
     texts = [[number, 7] for number in range(6)]
     answers = [

@@ -1,4 +1,4 @@
-"""Stop strings are found as a search of the whole text would find them, in time that does not grow with their number."""
+"""Stop strings: the matcher finds what a search of the whole text finds, in time that does not grow with their number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fledge.sampling import SamplingParams
 
 
 def slow_search(stops: tuple[str, ...], text: str, pieces: list[str]) -> tuple[str, int] | None:
-    """The definition: after each piece, the first named stop string that the text holds."""
+    """The reference: after each piece of text, the first stop string of the list that the text contains."""
     so_far = ""
     for piece in pieces:
         so_far += piece
@@ -24,7 +24,7 @@ def slow_search(stops: tuple[str, ...], text: str, pieces: list[str]) -> tuple[s
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_it_finds_what_a_search_finds(seed: int) -> None:
+def test_the_matcher_finds_what_a_search_finds(seed: int) -> None:
     chance = random.Random(seed)
     for _ in range(50):
         stops = tuple("".join(chance.choices("ab", k=chance.randint(1, 6))) for _ in range(chance.randint(1, 6)))
@@ -41,7 +41,7 @@ def test_it_finds_what_a_search_finds(seed: int) -> None:
 
 
 class Letters:
-    """A decoder whose tokens are characters."""
+    """A detokenizer whose tokens are characters."""
 
     def feed(self, token: int) -> str:
         return chr(token)
@@ -55,12 +55,12 @@ def seconds_for(num_stops: int) -> float:
     request = Request("r", [1], SamplingParams(max_tokens=4000, temperature=0, stop=stops), decoder=Letters())
     text = [ord(char) for char in ("0123xxxxxxxx " * 200)[:2000]]
     request.append(text[:1], [False], 10_000)  # builds the automaton
-    began = time.thread_time()  # on a busy machine either may wait for a core
+    began = time.thread_time()  # CPU time: on a busy machine either run may wait for a core
     for token in text:
         request.append([token], [False], 10_000)
     return time.thread_time() - began
 
 
-def test_two_thousand_stop_strings_cost_what_two_do() -> None:
+def test_2000_stop_strings_take_no_longer_than_two() -> None:
     few, many = seconds_for(2), seconds_for(2000)
     assert many < 10 * few + 0.2

@@ -1,6 +1,6 @@
-"""Random arrivals, cancellations, a tiny cache, shared prefixes and every sampling option at once, on both executors.
+"""Random arrivals, cancellations, a tiny cache, shared prefixes and every sampling option at once, in both executors.
 
-Both give the same texts, whatever runs beside a request; nothing is lost, and integrity holds after every step.
+Both give the same texts regardless of concurrent requests; no page is lost, and integrity checks pass after every step.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fledge.sampling import SamplingParams
 from fledge.speculation.depth import TreeShape
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
-ON_CARD = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 TIGHT = EngineConfig(
     device="cpu", dtype="float32", max_model_len=128, max_num_seqs=8, kv_cache_tokens=192, page_size=4, max_batched_tokens=48
 )
 
 
 class NotMultiplesOf:
-    """A grammar of a kind: bans every n-th token."""
+    """A simple grammar: bans every token id that is a multiple of `number`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -42,7 +42,7 @@ class NotMultiplesOf:
 
 
 def options(number: int, seed: int) -> dict:
-    """Every option comes up, alone and with others."""
+    """Sampling options number `number`: every option occurs, alone and combined with others."""
     kinds = [
         {},
         {"temperature": 0.9, "seed": seed},
@@ -62,7 +62,7 @@ def options(number: int, seed: int) -> dict:
 
 
 def requests(count: int, seed: int, most_shared: int) -> list[tuple[list[int], SamplingParams, bool]]:
-    """Prompts begin with up to so many tokens of one of three texts."""
+    """Random requests. Prompts begin with up to `most_shared` tokens of one of three texts."""
     chance = random.Random(seed)
     bases = [[chance.randrange(128) for _ in range(most_shared)] for _ in range(3)]
     made = []
@@ -75,7 +75,7 @@ def requests(count: int, seed: int, most_shared: int) -> list[tuple[list[int], S
 
 
 def run(engine, work, seed: int) -> list:
-    """Random arrivals and cancellations; what each request came to."""
+    """Runs the requests with random arrivals and cancellations and returns them."""
     chance, added, refused = random.Random(seed), [], 0
     for number, (prompt, params, speculate) in enumerate(work):
         if number % 11 == 3:
@@ -105,14 +105,14 @@ SPECULATION = {
 }
 
 
-# On a card pages are longer, and so are prompts and cache: only full pages are found again.
+# On a GPU pages are longer, and so prompts and cache are too: only full pages are reused.
 ON_DEVICE = {"cpu": TIGHT, "cuda": replace(TIGHT, device="cuda", page_size=64, max_model_len=256, kv_cache_tokens=1024)}
 MOST_SHARED = {"cpu": 60, "cuda": 160}
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CARD)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_GPU)])
 @pytest.mark.parametrize("method", SPECULATION)
-def test_both_executors_give_every_request_the_text_it_has_alone(method, device):
+def test_every_request_gets_the_answer_it_has_alone(method, device):
     config, work = ON_DEVICE[device], requests(52, 4, MOST_SHARED[device])
     roomy = replace(config, device="cpu", page_size=4, kv_cache_tokens=4096, max_num_seqs=1, prefix_caching=False)
     alone = build_engine(tiny_decoder(3), Speculation("none"), roomy)
@@ -142,7 +142,7 @@ def test_both_executors_give_every_request_the_text_it_has_alone(method, device)
                 assert len(one.logprobs) == (0 if one.params.logprobs is None else one.num_answer)
 
 
-def test_an_option_that_trees_do_not_follow_costs_its_own_drafts_only():
+def test_options_without_tree_support_disable_only_their_own_drafts():
     decoder = tiny_decoder(3)
     drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True))
     engine = build_engine(decoder, SPECULATION["tree"](drafter), TIGHT, capture=False)
@@ -154,7 +154,7 @@ def test_an_option_that_trees_do_not_follow_costs_its_own_drafts_only():
     assert [request.stats.steps > 0 for request in requests] == [True, True, False, False, True]
     assert not any(request.drafter_stale for request in requests)
     assert not engine.executor.undrafted
-    for stage in (DRAFT, VERIFY, CHOICE, CHOICE, LOGPROBS):  # a recording runs a stage more than once
+    for stage in (DRAFT, VERIFY, CHOICE, CHOICE, LOGPROBS):  # recording runs a stage more than once
         engine.executor.batch.step(4, 3, stage)
     alone = build_engine(tiny_decoder(3), Speculation("none"), TIGHT)
     for request in requests:
@@ -167,8 +167,8 @@ def test_an_option_that_trees_do_not_follow_costs_its_own_drafts_only():
         ]
 
 
-def test_a_seeded_answer_does_not_change_with_what_else_is_asked():
-    """Adding log-probabilities to a seeded request changes nothing, on either executor."""
+def test_other_options_do_not_change_a_seeded_answer():
+    """Log-probabilities and neutral options do not change a seeded request's tokens, in either executor."""
     prompt, seeded = [5, 9, 77, 3], {"max_tokens": 24, "temperature": 0.9, "seed": 11}
     answers = []
     for capture in (None, False):
@@ -182,7 +182,7 @@ def test_a_seeded_answer_does_not_change_with_what_else_is_asked():
 
 
 @pytest.mark.parametrize("capture", [None, False], ids=["eager", "captured"])
-def test_a_depth_beyond_16_is_kept_to(capture):
+def test_a_depth_above_16_is_used(capture):
     decoder = tiny_decoder(3)
     drafter = tiny_drafter(tiny_drafter_config(decoder.config))
     config = replace(TIGHT, kv_cache_tokens=4096, max_batched_tokens=256)
@@ -193,8 +193,8 @@ def test_a_depth_beyond_16_is_kept_to(capture):
     assert len(request.stats.drafted_at) == 20
 
 
-def test_the_cache_is_sized_when_the_weights_are_in_place(monkeypatch):
-    """Free memory is read after target and drafter are on the device."""
+def test_the_cache_is_sized_after_loading_weights(monkeypatch):
+    """Free memory is measured after target and drafter are on the device."""
     from fledge.engine import build
 
     order, fit, with_cache = [], build.fit, EngineConfig.with_cache
@@ -204,15 +204,15 @@ def test_the_cache_is_sized_when_the_weights_are_in_place(monkeypatch):
     assert order == ["weights", "weights", "cache"]
 
 
-def test_python_processors_are_refused_by_name_where_they_cannot_run():
+def test_python_logits_processors_are_refused_by_the_captured_executor():
     engine = build_engine(tiny_decoder(3), Speculation("none"), TIGHT, capture=False)
     with pytest.raises(RequestError, match="logits_processors are Python functions"):
         engine.add_request([1, 2], SamplingParams(logits_processors=[lambda tokens, logits: logits]))
 
 
 @pytest.mark.parametrize("at", [0, 1, 5])
-def test_a_fault_in_one_request_ends_that_request_alone(at):
-    """A grammar that fails at the first token, at the second, or later, on either executor."""
+def test_an_error_in_one_request_ends_only_that_request(at):
+    """A grammar fails at the first token, at the second, or later, in either executor."""
 
     class Broken:
         def __call__(self, tokens, logits):
@@ -227,7 +227,7 @@ def test_a_fault_in_one_request_ends_that_request_alone(at):
     for capture in (None, False):
         engine = build_engine(tiny_decoder(3), Speculation("none"), replace(TIGHT, kv_cache_tokens=2048), capture=capture)
         params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-        innocent = [engine.add_request([5, 9, number], params) for number in range(3)]
+        others = [engine.add_request([5, 9, number], params) for number in range(3)]
         faulty = engine.add_request([1, 2], replace(params, logits_processors=[Broken()]))
         while engine.has_unfinished():
             engine.step()
@@ -236,12 +236,12 @@ def test_a_fault_in_one_request_ends_that_request_alone(at):
         assert isinstance(faulty.failure, ZeroDivisionError)
         assert faulty.num_answer <= at
         assert engine.pool.num_free == engine.pool.num_pages
-        assert all(request.num_answer == 12 for request in innocent)
+        assert all(request.num_answer == 12 for request in others)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
-def test_weights_for_a_gpu_are_read_in_the_type_that_was_asked_for(dtype, monkeypatch, tmp_path):
-    """Not by way of bfloat16, which would round them."""
+def test_weights_are_loaded_in_the_requested_dtype(dtype, monkeypatch, tmp_path):
+    """They are not converted to bfloat16 first, which would round them."""
     from fledge import devices
     from fledge.engine import build
 

@@ -1,4 +1,4 @@
-"""On a GPU: captured cycles equal the same cycles run eagerly and the CPU's, never wait for the host, and are few launches."""
+"""On a GPU: captured cycles equal eager cycles and the CPU's, do not synchronise, and launch few kernels."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def exact_products():
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_captured_equals_eager_and_the_cpu(version):
-    """Drafts and answers, at batch sizes on both sides of the small kernels' limit."""
+    """Drafts and answers, with row counts on both sides of the small kernels' limit."""
     decoder, drafter = networks(version)
     config = tiny_drafter_config(decoder.config, **VERSIONS[version])
     texts, depth = prompts(24, seed=1), 4
@@ -68,26 +68,26 @@ def test_captured_equals_eager_and_the_cpu(version):
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("how", [GREEDY, SAMPLED, TRUNCATED])
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED, TRUNCATED])
 @pytest.mark.parametrize("depth", [0, 3])
-def test_a_replayed_cycle_never_waits(how, depth):
+def test_a_cycle_does_not_synchronise(mode, depth):
     decoder, drafter = networks()
     batch = make_batch(decoder, settings(decoder, 8), drafter=drafter, capture=True)
-    options = [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}][how]
+    options = [{}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9}][mode]
     batch.prefill(entries(batch, prompts(8), **options))
-    batch.graphs.record([(8, depth, how)])
+    batch.graphs.record([(8, depth, mode)])
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3):
-            batch.step(8, depth, how)  # eagerly: a recorded cycle could not wait at all
-            batch.graphs.run(8, depth, how)
+            batch.step(8, depth, mode)  # eagerly: a captured cycle cannot synchronise anyway
+            batch.graphs.run(8, depth, mode)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_prompts_of_a_new_size_wait_for_no_trial():
-    """They are not recorded yet, and many enough for cuBLAS: whether it gives the right bits is not known either."""
+def test_prefill_of_a_new_size_does_not_synchronise():
+    """The size is not recorded yet and is large enough for cuBLAS, whose bits at this size have not been checked either."""
     decoder, _ = networks()
     batch = make_batch(decoder, settings(decoder, 8), capture=True)
     batch.prefill(entries(batch, [[1] * 20] * 8, limit=20))
@@ -101,7 +101,7 @@ def test_prompts_of_a_new_size_wait_for_no_trial():
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "top_p": 0.9, "seed": 1}])
-def test_speculation_says_what_plain_decoding_says(options):
+def test_speculative_answers_equal_plain_answers(options):
     decoder, drafter = networks()
     texts = prompts(60, seed=8)
     plain = captured_answers(decoder, settings(decoder, 32), capture=True)
@@ -129,7 +129,7 @@ def test_serving_equals_the_eager_engine_on_the_cpu():
 
 
 def kernel_files() -> dict[str, str]:
-    """Of each of the package's kernels, by the name that the profiler shows: its file, or `linear` for all that compute one."""
+    """Maps each of the package's kernels, by its name in the profiler, to its file, or to `linear` for all linear kernels."""
     from triton.runtime.jit import JITFunction
 
     found = {}
@@ -143,13 +143,13 @@ def kernel_files() -> dict[str, str]:
 
 @pytest.mark.parametrize("depth", [0, 3])
 def test_launches_of_a_cycle(depth):
-    """One greedy row in bf16: these kernels, each as often, and nothing of PyTorch's.
+    """The kernels of a cycle with one greedy row in bf16, and their number. No PyTorch kernel runs.
 
-    The vocabulary is as wide as a model's, 3,840 tokens at least: the head is one kernel that also finds the best token. The
-    norm before it is one of its own; a layer's linears take theirs in.
+    The vocabulary has at least 3,840 tokens, as in real models: the head is one kernel that also finds the best token. The norm
+    before it is a separate kernel; the norms before a layer's linears are fused into them.
     """
     if not is_hopper_or_newer(torch.device("cuda", 0)):
-        pytest.skip("before Hopper norms are kernels of their own")
+        pytest.skip("before Hopper, norms are separate kernels")
     decoder, drafter = (network.to(torch.bfloat16) for network in networks(vocab_size=4096))
     config = replace(settings(decoder, 1), dtype="bfloat16")
     batch = make_batch(decoder, config, drafter=drafter, capture=True)
@@ -168,7 +168,7 @@ def test_launches_of_a_cycle(depth):
     expected = Counter(verify_inputs=1, accept=1) + times(layers, layer) + head
     if depth:
         expected += times(depth, head) + times(depth - 1, Counter(draft_inputs=1) + layer)
-        expected += Counter(draft_inputs=3, linear=1) + layer  # sync: taps side by side, `fc`, inputs; the last state is kept
+        expected += Counter(draft_inputs=3, linear=1) + layer  # sync: concatenate taps, `fc`, inputs, and keep the last state
     assert launches == expected
 
 
@@ -176,8 +176,8 @@ def times(count: int, launches: Counter[str]) -> Counter[str]:
     return Counter({name: count * number for name, number in launches.items()})
 
 
-def test_recorded_prompt_passes_equal_eager_ones():
-    """In bf16, where passes are recorded; the second set of prompts runs on the recording of the first."""
+def test_captured_prefill_equals_eager_prefill():
+    """In bf16, where prefill is captured; later prompts replay the graph of earlier ones."""
     decoder, drafter = (network.to(torch.bfloat16) for network in networks())
     config = EngineConfig(
         device="cuda", dtype="bfloat16", max_model_len=128, max_num_seqs=8, kv_cache_tokens=2048, page_size=64
@@ -192,10 +192,10 @@ def test_recorded_prompt_passes_equal_eager_ones():
     scale = found[1][0].abs().max().item()
     torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=0.05 * scale)
     torch.testing.assert_close(found[0][2], found[1][2], rtol=0.05, atol=0.05)
-    assert sum(a == b for a, b in zip(found[0][1], found[1][1], strict=True)) >= 4  # a tie may fall the other way
+    assert sum(a == b for a, b in zip(found[0][1], found[1][1], strict=True)) >= 4  # a tie may be decided differently
 
 
-def test_nothing_is_recorded_after_warming_up():
+def test_no_graph_is_captured_after_warm_up():
     decoder, drafter = (network.to(torch.bfloat16) for network in networks())
     config = EngineConfig(device="cuda", dtype="bfloat16", max_model_len=128, max_num_seqs=4, kv_cache_tokens=2048)
     engine = build_engine(decoder, Speculation(drafter, 3), config)
@@ -210,7 +210,7 @@ def test_nothing_is_recorded_after_warming_up():
     assert (len(batch.graphs.graphs), len(batch.prefills.graphs.graphs)) == before
 
 
-def test_rows_that_find_their_prompts_in_the_cache_answer_the_same():
+def test_prefix_reuse_does_not_change_answers():
     decoder, drafter = networks()
     answers = []
     for caching in (True, False):
@@ -228,7 +228,7 @@ def test_rows_that_find_their_prompts_in_the_cache_answer_the_same():
     assert answers[:5] == answers[5:]
 
 
-def test_recorded_passes_over_the_cache_equal_eager_ones():
+def test_captured_prefill_with_cached_prefixes_equals_eager_prefill():
     decoder, drafter = (network.to(torch.bfloat16) for network in networks())
     config = EngineConfig(
         device="cuda", dtype="bfloat16", max_model_len=512, max_num_seqs=8, kv_cache_tokens=8192, page_size=64
@@ -245,12 +245,14 @@ def test_recorded_passes_over_the_cache_equal_eager_ones():
         assert ((768, 64, GREEDY) in batch.prefills.graphs.graphs) == capture
         found.append((batch.method.states_RD[:5].float(), batch.state.rows.token[:5]))
     same = found[0][1] == found[1][1]
-    assert same.sum() >= 4  # two logits lie a rounding apart: that tie may fall the other way, and the drafter reads the token
+    assert (
+        same.sum() >= 4
+    )  # two logits differ by a rounding: that tie may be decided differently, and the drafter's state depends on the token
     scale = found[1][0].abs().max().item()
     torch.testing.assert_close(found[0][0][same], found[1][0][same], rtol=0, atol=0.05 * scale)
 
 
-def test_cycles_of_a_small_kv_bucket_say_the_same(monkeypatch):
+def test_cycles_of_a_small_kv_bucket_give_the_same_answers(monkeypatch):
     configs, choose_config = [], launch_config.choose_config
     monkeypatch.setattr(device_batch, "FEW_KEYS", 64)
     monkeypatch.setattr(launch_config, "FEW_KEYS", 64)
@@ -270,8 +272,8 @@ def test_cycles_of_a_small_kv_bucket_say_the_same(monkeypatch):
     assert found[0] == found[1]
 
 
-def test_recorded_pieces_of_a_long_prompt_equal_eager_ones(monkeypatch):
-    """The first prompt's second piece is recorded, the second prompt runs on the recordings."""
+def test_captured_chunked_prefill_equals_eager_chunks(monkeypatch):
+    """The second chunk of the first prompt is captured; the second prompt replays the graphs."""
     monkeypatch.setattr(device_batch, "CHUNK_TOKENS", 32)
     decoder, drafter = networks()
     found = []
@@ -303,7 +305,7 @@ OPTIONS = {
 
 
 class EvenTokens:
-    """A grammar of a kind: every token is even."""
+    """A simple grammar: every token id is even."""
 
     def __call__(self, tokens, logits):
         logits[1::2] = -torch.inf
@@ -314,8 +316,8 @@ class EvenTokens:
 
 
 @pytest.mark.parametrize("method", ["plain", "chain", "tree", "ngram"])
-def test_every_option_gives_the_text_of_the_eager_executor(method):
-    """fp32 on the card against the eager executor on the CPU, all options in one batch, in two kinds of batch."""
+def test_every_option_gives_the_eager_executors_answer(method):
+    """In fp32 on the GPU, against the eager executor on the CPU: all options in one batch, and each alone."""
     texts = prompts(len(OPTIONS) + 1, seed=5)
     kinds = [*OPTIONS.values(), {"logits_processors": [EvenTokens()]}]
     params = [SamplingParams(**({"max_tokens": 16, "temperature": 0} | kind)) for kind in kinds]
@@ -341,8 +343,8 @@ def test_every_option_gives_the_text_of_the_eager_executor(method):
     assert answers[0] == answers[1] == answers[2] == answers[3]
 
 
-def test_latent_attention_is_captured():
-    """A drafter with multi-head latent attention, random weights: same text as without."""
+def test_a_drafter_with_latent_attention_is_captured():
+    """The drafter has random weights; answers equal those without a drafter."""
     decoder, _ = networks()
     drafter = tiny_drafter(tiny_drafter_config(decoder.config, **VERSIONS["latent attention"])).cuda()
     texts, wanted = prompts(8, seed=6), None

@@ -1,4 +1,4 @@
-"""On a GPU in bf16, deterministic: the same answers, bit for bit, in any batch, order and cut, with and without drafts."""
+"""`deterministic` on a GPU in bf16: the same answers, bit for bit, in any batch, order and chunking, with or without drafts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS = EngineConfig(
 
 
 def networks(windows: tuple[int | None, ...] = (None,) * 4):
-    """Weights that leave the best tokens close together: any other rounding would soon show."""
+    """Networks whose best tokens have close logits, so that any difference in rounding changes an answer."""
     decoder = tiny_decoder(7, windows=windows, **SHAPE)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -43,7 +43,7 @@ def networks(windows: tuple[int | None, ...] = (None,) * 4):
 
 
 def prompts() -> list[list[int]]:
-    """Short ones, two that begin alike, and one of several pieces and shares of the attention."""
+    """Short prompts, two with a common prefix, and one with several chunks and KV splits."""
     rng = random.Random(2)
     texts = [[rng.randrange(1000) for _ in range(length)] for length in (3, 40, 130, 200, 700, 2300)]
     return [*texts, [*texts[3][:150], 7, 8, 9], [*texts[4][:300], *texts[0]]]
@@ -63,11 +63,11 @@ def answers(config: EngineConfig, texts, params: SamplingParams, depth: int = 0,
 
 GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=40, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True)
-# The eager engine serves what the captured cycle does not: log-probabilities show every bit.
-EAGER = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1)
+# Log-probabilities show differences in any bit.
+LOGPROBS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logprobs=1)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED, EAGER], ids=["greedy", "sampled", "eager"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, LOGPROBS], ids=["greedy", "sampled", "logprobs"])
 def test_answers_do_not_depend_on_the_batch_or_on_speculation(params, monkeypatch):
     texts = prompts()
     wanted = answers(SETTINGS, texts, params)
@@ -87,13 +87,13 @@ def test_quantised_targets(quantization):
     assert answers(SETTINGS, texts, GREEDY, depth=3, quantization=quantization) == wanted
 
 
-def test_eager_and_captured_answers_are_the_same():
+def test_log_probabilities_do_not_change_answers():
     texts = prompts()
-    captured = answers(SETTINGS, texts, replace(GREEDY, max_tokens=24))
-    assert [answer for answer, _ in answers(SETTINGS, texts, EAGER)] == [answer for answer, _ in captured]
+    plain = answers(SETTINGS, texts, replace(GREEDY, max_tokens=24))
+    assert [answer for answer, _ in answers(SETTINGS, texts, LOGPROBS)] == [answer for answer, _ in plain]
 
 
-def test_with_sliding_windows():
+def test_sliding_windows():
     texts, options = prompts(), {"windows": (100, None, 100, None)}
     wanted = answers(SETTINGS, texts, GREEDY, **options)
     assert answers(replace(SETTINGS, max_num_seqs=1), texts, GREEDY, **options) == wanted

@@ -1,5 +1,5 @@
-"""On a GPU in bf16, by default: the same answers, bit for bit, alone, in a batch, under changing load, with prefix reuse, in
-chunks, plain and speculative."""
+"""The default configuration on a GPU in bf16: the same answers, bit for bit, alone, in a batch, under changing load, with
+prefix reuse, in chunks, plain and speculative."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = {
 
 
 def networks(architecture: str, shape: dict[str, int]):
-    """Weights that leave the best tokens close together: any other rounding would soon show."""
+    """Networks whose best tokens have close logits, so that any difference in rounding changes an answer."""
     decoder = tiny_decoder(7, architecture, vocab_size=2000, max_positions=4096, **shape)
     with torch.no_grad():
         for parameter in decoder.parameters():
@@ -34,7 +34,7 @@ def networks(architecture: str, shape: dict[str, int]):
 
 
 def texts(count: int = 72) -> list[list[int]]:
-    """Of one token up to several chunks; every eighth begins like the one before it."""
+    """Prompts of one token up to several chunks; every eighth starts with the prompt before it."""
     rng = random.Random(2)
     made = [[rng.randrange(2000) for _ in range(rng.choice([1, 7, 40, 130, 200, 700]))] for _ in range(count)]
     for index in range(7, count, 8):
@@ -48,7 +48,7 @@ def texts(count: int = 72) -> list[list[int]]:
     ("architecture", "shape"),
     [("LlamaForCausalLM", "heads of 64"), ("Qwen2ForCausalLM", "heads of 128"), ("Qwen3ForCausalLM", "heads of 128")],
 )
-def test_every_way_gives_the_same_answers(architecture: str, shape: str, options: dict) -> None:
+def test_answers_do_not_depend_on_how_they_are_computed(architecture: str, shape: str, options: dict) -> None:
     decoder, drafter = networks(architecture, SHAPES[shape])
 
     def build(speculative: bool, **settings) -> Engine:

@@ -1,4 +1,4 @@
-"""Learning beside captured cycles: states that graphs store, training on the device, weights swapped under the graphs."""
+"""Learning while captured cycles run: states stored by graphs, training on the device, and swapping the graphs' weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def serve(engine, **fields):
     return requests
 
 
-def test_states_training_and_swaps_under_graphs(engine):
+def test_collection_training_and_weight_swaps_with_graphs(engine):
     hook = engine.hook
     plain = build_engine("smollm2-135m", Speculation(None), CONFIG)
     expected = [request.tokens for request in serve(plain)]

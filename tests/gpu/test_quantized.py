@@ -1,4 +1,4 @@
-"""On a GPU: 8- and 4-bit targets. Captured cycles equal eager ones; speculation says what plain decoding says, up to ties."""
+"""On a GPU: 8- and 4-bit targets. Captured cycles equal eager ones; speculation is lossless up to ties."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 SHAPE = {"hidden_size": 192, "intermediate_size": 320, "num_heads": 6, "num_kv_heads": 2, "head_dim": 64}
 EXPERTS = {"architecture": "Qwen3MoeForCausalLM", "moe": MoEConfig(8, 3, 64, layers=(0, 1, 2, 3))}
-# Of the largest logit: what a few bf16 roundings on the way may shift one by.
+# Fraction of the largest logit by which a few bf16 roundings may shift another one.
 TIE = 0.05
 
 
@@ -39,8 +39,8 @@ def settings(decoder, rows: int, dtype: str = "bfloat16") -> EngineConfig:
 
 
 @torch.inference_mode()
-def gap_where_they_part(decoder, prompt: list[int], one: list[int], two: list[int]) -> float:
-    """Between the network's logits of the two tokens, as a share of the largest; 0 where the answers are equal."""
+def gap_at_first_difference(decoder, prompt: list[int], one: list[int], two: list[int]) -> float:
+    """Where the answers first differ, the gap between the two tokens' logits as a fraction of the largest logit; 0 if equal."""
     place = next((index for index, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), None)
     if place is None:
         return 0.0
@@ -53,7 +53,7 @@ def gap_where_they_part(decoder, prompt: list[int], one: list[int], two: list[in
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize(("rows", "depth"), [(1, 0), (2, 0), (1, 3), (8, 3), (24, 3)])
 def test_captured_equals_eager(quantization, rows, depth):
-    """At numbers of rows for each of the kernels."""
+    """The row counts cover each of the kernels."""
     decoder, drafter = networks(quantization)
     texts, results = prompts(rows, seed=1), []
     for capture in (False, True):
@@ -67,7 +67,7 @@ def test_captured_equals_eager(quantization, rows, depth):
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_speculation_says_what_plain_decoding_says(quantization, dtype):
+def test_speculative_answers_equal_plain_answers(quantization, dtype):
     torch.backends.cuda.matmul.allow_tf32 = False
     decoder, drafter = networks(quantization, getattr(torch, dtype))
     texts = prompts(30, seed=8)
@@ -78,7 +78,7 @@ def test_speculation_says_what_plain_decoding_says(quantization, dtype):
     if dtype == "float32":
         assert found == wanted
     for text, one, two in zip(texts, wanted, found, strict=True):
-        assert gap_where_they_part(decoder, text, one.tokens, two.tokens) <= TIE
+        assert gap_at_first_difference(decoder, text, one.tokens, two.tokens) <= TIE
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

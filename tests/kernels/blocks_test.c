@@ -1,5 +1,5 @@
-/* All block formats against a scalar reference, 1 to 16 rows, fixed seeds: for processors other than the one at hand (`make test-arm`).
-   That the reference reads files as `gguf` does is tested in Python. With an argument: microseconds a product instead. */
+/* Tests all block formats against a scalar reference, 1 to 16 rows, fixed seeds: for processors of other types (`make test-arm`).
+   Python tests check the reference against `gguf`. With an argument, prints the microseconds per product instead. */
 #include <time.h>
 
 #include "library.c"
@@ -8,7 +8,7 @@ static uint64_t state = 1;
 static uint32_t draw(void) { return (uint32_t)((state = state * 6364136223846793005ULL + 1442695040888963407ULL) >> 33); }
 static float uniform(void) { return (float)draw() / 1073741824.0f - 1.0f; }
 
-/* Random codes and scales; the fp16 numbers are set to what weights have. */
+/* Random quantised values and scales; the fp16 numbers get values as real weights have. */
 static uint8_t *random_rows(int format, long inputs, long outputs) {
     long blocks = inputs / file_block_inputs(format) * outputs, bytes = file_block_bytes(format);
     uint8_t *file = malloc(blocks * bytes);
@@ -63,7 +63,7 @@ static double now(void) {
     return time.tv_sec + 1e-9 * time.tv_nsec;
 }
 
-/* Microseconds by rows, and the bandwidth at one row; the weights of 8 linears in turn, as in a model. */
+/* Prints microseconds by number of rows, and the bandwidth at one row. Runs 16 linears in turn, as a model does. */
 static void measure(int format, const char *name, long inputs, long outputs, int threads) {
     enum { LINEARS = 16 };
     static const long ROW_COUNTS[] = {1, 2, 4, 6, 8, 16, 64};

@@ -1,4 +1,4 @@
-"""Logits adjusted on the device: equal to what `speculation.distribution` does with lists, for every option."""
+"""Logits adjusted on the device equal those of `speculation.distribution`, which works with lists, for every option."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fledge.sampling import SamplingParams
 from fledge.speculation.distribution import adjust
 from tests.kernels.support import KERNELS, running
 
-VOCAB, ROWS, TEXT = 2090, 7, 60  # two blocks of the vocabulary, and a word that is not full
+VOCAB, ROWS, TEXT = 2090, 7, 60  # two blocks of the vocabulary, and a partly used last word of the bitmap
 STOPS = [2, 33, 2089]
 OPTIONS = {
     "none": {},
@@ -49,7 +49,7 @@ MIXED = [
 
 
 class Row:
-    """One request: its text, its draft and its options, as lists."""
+    """A random request: its text, its draft and its options, as lists."""
 
     def __init__(self, rng: random.Random, names: list[str], depth: int) -> None:
         # Few ids, so that tokens repeat.
@@ -59,7 +59,7 @@ class Row:
         options = {key: value for name in names for key, value in OPTIONS[name].items()}
         self.grammar = options.pop("grammar", False)
         self.allowed = [rng.sample(range(VOCAB), 200) for _ in range(depth + 1)]
-        if "nothing left" in names:  # the grammar is complete at the second position: only the end is allowed
+        if "nothing left" in names:  # the grammar is complete at the second position: only stop tokens are allowed
             self.allowed[min(1, depth)] = STOPS
         if "bad_word_ids" in options:
             whole = self.prompt + self.answer + self.draft
@@ -90,7 +90,7 @@ class Row:
 
 
 def on_device(rows: list[Row], where: list[int], depth: int, device: str) -> tuple[RowState, Adjustments, torch.Tensor]:
-    """Everything else in the tensors is left over from others."""
+    """The rows' tensors on the device. All other values in them come from earlier requests."""
     adjustments = Adjustments.empty(ROWS, depth + 2, VOCAB, device)
     others = [Row(random.Random(index), ["penalties", "bias", "bad_words"], depth) for index in range(ROWS)]
     reset_rows(adjustments, [other.options(index) for index, other in enumerate(others)])
@@ -123,7 +123,7 @@ def on_device(rows: list[Row], where: list[int], depth: int, device: str) -> tup
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("names", [[name] for name in OPTIONS] + MIXED, ids=" + ".join)
 @pytest.mark.parametrize("depth", [0, 3])
-def test_equals_the_lists(kernel, names, depth):
+def test_equals_the_list_implementation(kernel, names, depth):
     run, device = running(kernel, adjust_reference, adjust_triton)
     rng = random.Random(f"{names} {depth}")
     where = [4, 1, 6] if depth else [0, 1, 2]
@@ -147,12 +147,12 @@ def test_rows_with_different_options(kernel):
     found = run(logits, state, adjustments, drafts, 4).cpu()
     expected = torch.cat([row.expected(part) for row, part in zip(rows, logits.cpu().split(4), strict=True)])
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    # The grammar left stop tokens alone, which came too early.
+    # The grammar allows only stop tokens, which min_tokens bans: they stay allowed.
     assert (found[17] > -torch.inf).nonzero()[:, 0].tolist() == STOPS
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_cleared_row_comes_out_as_it_went_in(kernel):
+def test_logits_of_a_cleared_row_are_unchanged(kernel):
     run, device = running(kernel, adjust_reference, adjust_triton)
     rows = [Row(random.Random(1), ["penalties", "bias", "bad_words", "grammar"], 1)] * 3
     state, adjustments, drafts = on_device(rows, [0, 1, 2], 1, device)
@@ -164,7 +164,7 @@ def test_a_cleared_row_comes_out_as_it_went_in(kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_logits_that_are_not_numbers_are_not_taken_for_banned(kernel):
+def test_nan_logits_stay_nan(kernel):
     run, device = running(kernel, adjust_reference, adjust_triton)
     rows = [Row(random.Random(1), ["none"], 0)] * 2
     state, adjustments, drafts = on_device(rows, [0, 1], 0, device)
@@ -175,7 +175,7 @@ def test_logits_that_are_not_numbers_are_not_taken_for_banned(kernel):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("indexed", [False, True])
-def test_counting(kernel, indexed):
+def test_count_tokens(kernel, indexed):
     run, device = running(kernel, count_tokens_reference, count_tokens_triton)
     adjustments = Adjustments.empty(ROWS, 1, VOCAB, device)
     answers = [[5, 5, 9], [], [2089] * 4]
@@ -190,7 +190,7 @@ def test_counting(kernel, indexed):
     assert int((adjustments.counts_RV != 0).sum()) == 6
 
 
-def test_a_row_forgets_the_request_before():
+def test_reset_removes_the_previous_requests_options():
     adjustments = Adjustments.empty(2, 1, VOCAB, "cpu")
     adjustments.has_mask_R.fill_(1)
     words = [[1, 2], list(range(MAX_BAD_WORD_TOKENS)), [44]]
@@ -208,7 +208,7 @@ def test_a_row_forgets_the_request_before():
     assert unpack_bits(adjustments.prompt_RW[1:], VOCAB)[0].nonzero()[:, 0].tolist() == [5]
 
 
-def test_bad_words_beyond_the_limits_are_refused():
+def test_bad_words_above_the_limits_are_refused():
     check_bad_words([[1]] * 1000 + [list(range(MAX_BAD_WORD_TOKENS))] * MAX_BAD_WORDS)
     for words in ([list(range(MAX_BAD_WORD_TOKENS + 1))], [[1, 2]] * (MAX_BAD_WORDS + 1)):
         with pytest.raises(RequestError, match="bad_words"):

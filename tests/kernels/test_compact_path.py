@@ -1,4 +1,4 @@
-"""Accepted tree paths move to consecutive places: against `PagedKV.move`, and the kernel against its reference."""
+"""Accepted tree paths are moved to consecutive places: the reference equals `PagedKV.move`, and the kernel the reference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = 4
 
 
 def random_case(device: str, num_places: int = 5, num_nodes: int = 11):
-    """A cache with pages in random order, and paths of ascending rows behind pending tokens that lie anywhere in a page."""
+    """A cache with pages in random order, and paths of ascending rows after pending tokens at any place in a page."""
     counts = [num_places - 1, 0, 2, 1, num_places - 1]
     starts = [random.randint(0, 9) for _ in counts]
     pages_each = -(-(9 + num_nodes + 1) // PAGE)
@@ -23,14 +23,14 @@ def random_case(device: str, num_places: int = 5, num_nodes: int = 11):
     cache.keys.normal_()
     cache.values.normal_()
     tables = torch.randperm(len(counts) * pages_each).view(len(counts), pages_each).int()
-    tables[1] = tables[0]  # an empty row whose pages are another's by now
+    tables[1] = tables[0]  # an empty row whose pages now belong to another row
     paths = [[0, *sorted(random.sample(range(1, num_nodes + 1), count))] for count in counts]
     paths = [path + [path[-1]] * (num_places - len(path)) for path in paths]
     tensors = (tables, torch.tensor(starts, dtype=torch.int32), torch.tensor(paths), torch.tensor(counts, dtype=torch.int32))
     return cache, *(tensor.to(device) for tensor in tensors)
 
 
-def test_equals_moving_slots_on_the_host():
+def test_the_reference_equals_moving_slots_on_the_host():
     cache, tables, starts, paths, counts = random_case("cpu")
     expected = PagedKV(2, 3, 6, cache.keys.shape[2] // PAGE, PAGE, torch.float32, "cpu")
     expected.keys.copy_(cache.keys)

@@ -1,4 +1,4 @@
-"""Kernels compiled in forked processes."""
+"""Compiling kernels in forked processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def written(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_every_task_is_run_elsewhere(tmp_path, monkeypatch):
+def test_every_task_runs_in_another_process(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     here = os.getpid()
     tasks = [lambda number=number: (tmp_path / f"{number}-{os.getpid() != here}").touch() for number in range(10)]
@@ -25,11 +25,11 @@ def test_every_task_is_run_elsewhere(tmp_path, monkeypatch):
     assert written(tmp_path) == sorted(f"{number}-True" for number in range(10))
 
 
-def test_one_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypatch):
+def test_a_task_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     tasks = [lambda: 1 / 0, (tmp_path / "done").touch, lambda: time.sleep(60)]
     began = time.monotonic()
-    compile_ahead.in_processes(tasks, max_seconds=3)  # in which a fork must have begun, on a busy machine too
+    compile_ahead.in_processes(tasks, max_seconds=3)  # enough for a fork to start even on a busy machine
     assert time.monotonic() - began < 45
     assert written(tmp_path) == ["done"]
 
@@ -46,7 +46,7 @@ def test_traced_kernels_are_compiled_and_not_launched():
     x = torch.randn(3, 2 * 1000, device="cuda", dtype=torch.bfloat16)
     wanted = apply_gate(x)
     free = torch.empty_like(wanted).fill_(7.0)
-    del free  # its memory is what the next tensor of this size gets
+    del free  # the next tensor of this size gets its memory
     with compile_ahead.side_by_side():
         assert compile_ahead.is_tracing()
         found = apply_gate(x)

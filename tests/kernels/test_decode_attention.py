@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over the paged cache."""
+"""Attention of a few new tokens over the paged KV cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.kernels.support import KERNELS, device_of_kernels
 
 
 def scattered_cache(kv_lens, page_size, num_kv_heads, head_dim, device):
-    """Random keys and values, and for each sequence its pages in random order."""
+    """Returns random keys and values and a page table with each sequence's pages in random order."""
     most = max(-(-length // page_size) for length in kv_lens)
     num_pages = most * len(kv_lens) + 1
     keys, values = (torch.randn(num_kv_heads, num_pages * page_size, head_dim, device=device) for _ in range(2))
@@ -19,7 +19,7 @@ def scattered_cache(kv_lens, page_size, num_kv_heads, head_dim, device):
 
 
 def plain_attention(q, keys, values, table, kv_len, page_size, seen):
-    """One sequence, by the formula. `seen` [T, kv_len]."""
+    """Attention of one sequence by the formula. `seen`: the mask [T, kv_len]."""
     slots = [int(table[i // page_size]) * page_size + i % page_size for i in range(kv_len)]
     group = q.shape[1] // keys.shape[0]
     k, v = (x[:, slots].repeat_interleave(group, 0) for x in (keys, values))
@@ -64,8 +64,8 @@ def test_causal(kernel, num_new, heads, head_dim, page_size, window, splits):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("page_size", "splits", "window"), [(128, 8, None), (16, 1, None), (128, 1, 20)])
-def test_blocks_that_start_late(kernel, page_size, splits, window):
-    """With fewer keys than new tokens the last of these are the sequence; the others do not matter to them."""
+def test_fewer_keys_than_new_tokens(kernel, page_size, splits, window):
+    """With fewer keys than new tokens only the last new tokens belong to the sequence; the others must not affect them."""
     device, num_new = "cpu" if kernel == "reference" else device_of_kernels(), 64
     kv_lens = [5, 0, 63, 64, 150]
     keys, values, table = scattered_cache(kv_lens, page_size, 1, 16, device)
@@ -89,10 +89,10 @@ def test_blocks_that_start_late(kernel, page_size, splits, window):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("num_new", "tail", "splits", "window"), [(12, 12, 1, None), (4, 13, 2, None), (64, 64, 2, 50)])
 def test_tree(kernel, num_new, tail, splits, window):
-    """Each new token sees the settled text and its own ancestors among the last `tail` keys."""
+    """Each new token attends to the accepted text and to its own ancestors among the last `tail` keys."""
     device = "cpu" if kernel == "reference" else device_of_kernels()
-    settled, page_size, head_dim = [0, 3, 100], 16, 32
-    kv_lens = [length + tail for length in settled]
+    accepted, page_size, head_dim = [0, 3, 100], 16, 32
+    kv_lens = [length + tail for length in accepted]
     keys, values, table = scattered_cache(kv_lens, page_size, 2, head_dim, device)
     q = torch.randn(len(kv_lens), num_new, 6, head_dim, device=device)
     visible = torch.rand(len(kv_lens), num_new, tail) < 0.4
@@ -101,25 +101,25 @@ def test_tree(kernel, num_new, tail, splits, window):
     bits = torch.zeros(len(kv_lens), num_new, dtype=torch.int64)
     for place in range(tail):
         bits |= visible[:, :, place].long() << place
-    positions = torch.tensor(settled)[:, None] + depth
+    positions = torch.tensor(accepted)[:, None] + depth
     arguments = (q, keys, values, table, torch.tensor(kv_lens, dtype=torch.int32, device=device), page_size)
     options = {"tail_bits_BT": bits.to(device), "tail": tail, "positions_BT": positions.to(device), "window": window}
     if kernel == "reference":
         out = decode_attention_reference(*arguments, **options)
     else:
         out = decode_attention_triton(*arguments, **options, splits=splits)
-    for row, (length, kv_len) in enumerate(zip(settled, kv_lens, strict=True)):
+    for row, (length, kv_len) in enumerate(zip(accepted, kv_lens, strict=True)):
         seen = torch.ones(num_new, kv_len, dtype=torch.bool)
         seen[:, length:] = visible[row]
         if window is not None:
             seen &= torch.arange(kv_len)[None, :] > positions[row][:, None] - window
-            # A token always sees itself in practice; a row that sees nothing has no attention to compare.
+            # Rows without any visible key are not compared; in practice a token always attends to itself.
         some = seen.any(1)
         expected = plain_attention(q[row], keys, values, table[row], kv_len, page_size, seen)
         torch.testing.assert_close(out[row][some], expected[some], atol=1e-4, rtol=1e-4)
 
 
-def test_splits_fill_the_device_and_no_more():
+def test_the_number_of_splits_fills_the_device():
     assert choose_splits(2048 * 3, 8192, 264) == 1
     assert choose_splits(3, 8192, 264) == 64
     assert choose_splits(3, 100, 264) == 2

@@ -1,7 +1,7 @@
-"""A query row's attention is the same bits however it comes, and right.
+"""A query row's attention has the same bits however the pass is composed, and is correct.
 
-The interpreter leaves a product to numpy, whose order of sums depends on its shape. So there products are made as a tensor core
-makes them: groups of 16, one after the other, each group's sum rounded once.
+Triton's interpreter computes products with numpy, whose order of summation depends on the shape. The tests replace them by
+products as a tensor core computes them: in groups of 16, one after another, with each group's sum rounded once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fledge.kernels.attention.rope_cache import rope_cache_reference, rope_cache
 from fledge.models.layers import Rotary
 from tests.kernels.support import INTERPRETED, KERNELS, device_of_kernels, running
 
-# Heads, head size, page size, window, norms, keys of a split.
+# Heads, head size, page size, window, norms, keys per split.
 CASES = [((6, 2), 32, 64, None, False, 64), ((3, 1), 24, 16, None, True, 128), ((4, 4), 16, 128, 90, False, 64)]
 LENGTH = 210
 
@@ -46,7 +46,7 @@ def tensor_core(monkeypatch):
 
 
 class Text:
-    """Random heads of one text, its keys in scattered pages behind NaN, and its attention as a prompt in one pass."""
+    """One text with random heads, its keys in scattered pages of a cache of NaN, and its attention in a single prefill pass."""
 
     def __init__(self, kernel, heads, size, page, window, norms, dtype) -> None:
         self.kernel, self.heads, self.size, self.page, self.window = kernel, heads, size, page, window
@@ -69,7 +69,7 @@ class Text:
         return self.pages.long()[place // self.page] * self.page + place % self.page
 
     def prefilled(self, parts, **way):
-        """Parts of the text as sequences of one pass; the last row is nobody's."""
+        """The attention of parts of the text as sequences of one prefill pass; the last row is padding."""
         place = torch.cat([torch.arange(*part) for part in parts]).to(self.device)
         qkv = torch.cat([self.qkv[place], self.qkv[:1]])
         where = (torch.cat([place, place[:1]]), torch.cat([self.slots(*part) for part in parts] + [self.numbers([-1])]))
@@ -91,7 +91,7 @@ class Text:
         return found[:-1].flatten(1)
 
     def decoded(self, starts, counts, num_new, **way):
-        """Chains [B, T, H * E]. One alone finds nothing of what comes after it, and leaves it as it was."""
+        """The attention of chains [B, T, H * E]. For a single chain later slots are NaN before the call and must stay so."""
         keys, values = self.keys.clone(), self.values.clone()
         if len(starts) == 1:
             for cache in (keys, values):
@@ -122,7 +122,7 @@ class Text:
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "size", "page", "window", "norms", "split"), CASES)
-def test_a_rows_attention_does_not_depend_on_how_it_comes(kernel, dtype, heads, size, page, window, norms, split, monkeypatch):
+def test_a_rows_attention_does_not_depend_on_the_pass(kernel, dtype, heads, size, page, window, norms, split, monkeypatch):
     for module in (decode_module, prefill_module):
         monkeypatch.setattr(module, "SPLIT", split)
     text = Text(kernel, heads, size, page, window, norms, dtype)
@@ -164,8 +164,8 @@ def by_formula(text: Text) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_lies_before_a_text_sees_nothing(kernel):
-    """A chunk that begins before its text's first token, as one is recorded: its rows there are 0."""
+def test_rows_before_a_text_are_zero(kernel):
+    """A recorded chunk may begin before its text's first token: those rows are 0."""
     run, device = running(kernel, prefill_attention_reference, prefill_attention_triton)
     keys, values = (torch.randn(1, 16, 16, device=device) for _ in range(2))
     q = torch.randn(8, 3, 16, device=device)
@@ -177,9 +177,9 @@ def test_what_lies_before_a_text_sees_nothing(kernel):
     assert torch.equal(found[2:], whole)
 
 
-def test_programs_for_the_splits_of_a_sequence():
+def test_the_number_of_programs_per_sequence():
     assert choose_programs(3, 1, 264, 100) == 1
     assert choose_programs(3, 16, 264, 100) == 16
     assert choose_programs(48, 16, 264, 100) == 8  # two splits each
-    assert choose_programs(133, 16, 264, 100) == 1  # enough without
+    assert choose_programs(133, 16, 264, 100) == 1  # enough programs without splits
     assert choose_programs(3, 16, 264, 15) == 1  # too much memory

@@ -1,4 +1,4 @@
-"""GGUF's formats in C: every weight against the `gguf` package's dequantiser, products against the reference's arithmetic."""
+"""GGUF's formats in C: weights equal those of the `gguf` package's dequantiser, products those of the reference arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.kernels.support import quantised_activations
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
-# Where a block has its fp16 numbers: anything else may be any bits.
+# Byte offsets of a block's fp16 numbers; all other bytes may have any value.
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q4_1": (0, 2), "Q5_1": (0, 2)}
 
 
@@ -31,13 +31,13 @@ def random_blocks(format: str, outputs: int, inputs: int) -> Blocks:
 
 def activations(rows: int, inputs: int) -> torch.Tensor:
     x = torch.randn(rows, inputs)
-    x[:, 5] *= 100  # some channels of real activations are like this one
-    x[0, 32:64] = 0  # a unit without a scale
+    x[:, 5] *= 100  # real activations have such channels
+    x[0, 32:64] = 0  # a unit of zeros, whose scale is 0
     return x
 
 
 def expected_product(x: torch.Tensor, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-    """In fp64: the product of what the kernels multiply, and the sum of its terms' sizes, which bounds their rounding."""
+    """In fp64: the product of the kernels' inputs, and the sum of its terms' absolute values, which bounds their rounding."""
     x = (x if blocks.format in PLAIN else quantised_activations(x)).double()
     weight = blocks.dequantised().double()
     return F.linear(x, weight), F.linear(x.abs(), weight.abs())
@@ -49,7 +49,7 @@ def assert_product(actual: torch.Tensor, x: torch.Tensor, blocks: Blocks, bias: 
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_rows_equal_the_reference(format: str) -> None:
+def test_embedding_rows_equal_the_reference(format: str) -> None:
     blocks = random_blocks(format, 40, 512)
     embedding = GgufEmbedding(blocks)
     torch.testing.assert_close(embedding.weight, blocks.dequantised(), rtol=1e-6, atol=1e-7)
@@ -63,7 +63,7 @@ def test_rows_equal_the_reference(format: str) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("inputs", "outputs"), [(256, 51), (768, 96), (1024, 8)])
 def test_products(format: str, inputs: int, outputs: int) -> None:
-    """1 to 16 rows near the reference, and bit for bit what each row gives alone."""
+    """1 to 16 rows are near the reference, and each row's bits do not depend on the other rows."""
     blocks, x, bias = random_blocks(format, outputs, inputs), activations(16, inputs), torch.randn(outputs)
     linear = GgufLinear([blocks], bias)
     together = linear(x)
@@ -74,15 +74,15 @@ def test_products(format: str, inputs: int, outputs: int) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_prompts_give_what_single_rows_give(format: str) -> None:
+def test_many_rows_equal_single_rows(format: str) -> None:
     blocks, x = random_blocks(format, 64, 256), activations(77, 256)
     linear = GgufLinear([blocks])
     together = linear(x)
     assert torch.equal(together, torch.cat([linear(row[None]) for row in x]))
 
 
-def test_activations_are_rounded_as_the_reference_rounds_them() -> None:
-    """A product with ones shows each unit's sum."""
+def test_activations_are_rounded_like_the_references() -> None:
+    """The product with a weight of ones in one unit gives that unit's sum."""
     x = activations(9, 1024)
     for unit in range(0, 1024, 32):
         weight = np.zeros((1, 32, 34), np.uint8)
@@ -93,8 +93,8 @@ def test_activations_are_rounded_as_the_reference_rounds_them() -> None:
         torch.testing.assert_close(linear(x)[:, 0].double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_formats_side_by_side() -> None:
-    """As in a Q4_K_M file: query, key and value of three formats, of sizes that do not fill panels."""
+def test_a_linear_with_several_formats() -> None:
+    """As in a Q4_K_M file: query, key and value in three formats, with sizes that do not fill panels."""
     parts = [random_blocks("Q5_0", 96, 256), random_blocks("Q6_K", 40, 256), random_blocks("F16", 33, 256)]
     x, bias = activations(5, 256), torch.randn(169)
     linear = GgufLinear(parts, bias)
@@ -104,7 +104,7 @@ def test_formats_side_by_side() -> None:
     assert linear.num_bytes == 96 * 176 + 40 * 210 + 33 * 512
 
 
-def test_zeros_and_threads() -> None:
+def test_zeros_and_numbers_of_threads() -> None:
     linear = GgufLinear([random_blocks("Q4_K", 200, 256)])
     assert not linear(torch.zeros(3, 256)).any()
     x, before = activations(6, 256), torch.get_num_threads()
@@ -118,8 +118,8 @@ def test_zeros_and_threads() -> None:
 
 
 @pytest.mark.parametrize(("bits", "format", "steps"), [(8, "Q8_0", 254), (5, "Q5_1", 31), (4, "Q4_1", 15)])
-def test_weights_are_rounded_to_the_nearest(bits: int, format: str, steps: int) -> None:
-    """More rows than are rounded at once. The largest error is half a step of a group's own range."""
+def test_weights_are_rounded_to_nearest(bits: int, format: str, steps: int) -> None:
+    """More rows than one chunk of the conversion. The largest error is half a step of a group's range."""
     weight = torch.randn(1100, 96) * torch.rand(1100, 1)
     blocks = quantised_blocks(weight, bits)
     assert (blocks.format, blocks.outputs, blocks.inputs) == (format, 1100, 96)

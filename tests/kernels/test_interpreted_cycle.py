@@ -1,4 +1,4 @@
-"""The whole speculation cycle through the Triton kernels, in the interpreter: what can be seen of it without a GPU."""
+"""The whole speculation cycle with the Triton kernels in the interpreter, so that it can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EXPERTS = {"architecture": "Qwen3MoeForCausalLM", "moe": MoEConfig(8, 3, 32, lay
     ("quantization", "depth", "family"),
     [("int8", 2, {}), ("int4", 0, {}), ("none", 2, {}), ("none", 0, EXPERTS), ("int4", 2, EXPERTS)],
 )
-def test_says_what_the_network_says(quantization, depth, family):
+def test_answers_equal_the_models(quantization, depth, family):
     decoder = tiny_decoder(7, num_layers=2, **family)
     drafter = tiny_drafter(tiny_drafter_config(decoder.config, fc_norm=True, norm_output=True, aux_layer_ids=(0, 1, 2)))
     if quantization != "none":

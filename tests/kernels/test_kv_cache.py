@@ -1,4 +1,4 @@
-"""Types of the KV cache on a CPU: the C kernels against the torch reference, and a row against itself among others."""
+"""KV cache types on a CPU: the C kernels equal the torch reference, and a row does not depend on other rows."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ TYPES = ["float32", "float16", "q8_0"]
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="needs a C compiler")
 
 
-def test_blocks_are_those_of_gguf_files():
+def test_q8_0_blocks_equal_those_of_gguf():
     x = torch.randn(3, 5, 64) * torch.tensor([1e-3, 1.0, 300.0])[:, None, None]
     x[1, 2, :32] = 0.0
     stored = encode(x, torch.uint8)
     assert stored.shape == (3, 5, 68)
     read = dequantize(np.ascontiguousarray(stored.numpy()), GGMLQuantizationType.Q8_0)
     assert torch.equal(torch.from_numpy(read), decode(stored, torch.float32))
-    # Half a step of 1/127 of a block's largest number, and the rounding of its scale (2**-25: below the normal numbers).
+    # Half a step of 1/127 of a block's largest number, plus the rounding of its scale (2**-25 for subnormal scales).
     largest = x.unflatten(-1, (-1, 32)).abs().amax(-1, keepdim=True).expand(3, 5, 2, 32).flatten(-2)
     assert ((decode(stored, torch.float32) - x).abs() <= largest * (0.5 / 127 + 6e-4) + 127 * 2**-25).all()
 
@@ -49,7 +49,7 @@ def test_blocks_are_those_of_gguf_files():
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize("E", [64, 96, 32])
 def test_layer(name, T, kv_len, tree, window, E):
-    """What is stored and what attention gives, as in torch."""
+    """Stored keys and values and the layer's output equal those in torch."""
     H, K, page = 6, 2, 8
     heads, mask = Heads(H, K, E, window, False), None
     if tree:
@@ -71,7 +71,7 @@ def test_layer(name, T, kv_len, tree, window, E):
     NativeLayers([layer])(NativeBatch(meta.host, [(cos, sin)], torch.arange(len(x))), x, normed)
     for stored in ("keys", "values"):
         ours, theirs = (decode(getattr(cache, stored), torch.float32) for cache in reversed(caches))
-        # A number on the edge between two codes may come out as either.
+        # A number on the edge between two quantised values may be rounded to either.
         assert_near(ours, theirs, {"float32": 1e-4, "float16": 1e-3, "q8_0": 1.01 / 127}[name])
         assert ((ours - theirs).abs() > 1e-4 * theirs.abs().max()).float().mean() < 0.01
     assert_near(x, expected, 5e-3 if name == "q8_0" else 1e-3)
@@ -82,7 +82,7 @@ def test_layer(name, T, kv_len, tree, window, E):
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize("page", [16, 5])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_does_not_depend_on_the_others_or_on_where_pages_lie(name, window, page, threads):
+def test_a_row_does_not_depend_on_other_rows_or_page_order(name, window, page, threads):
     H, K, E, start, num_rows = 6, 2, 64, 61, 17
     heads = Heads(H, K, E, window, False)
     pack_linears(heads.attention)
@@ -91,7 +91,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_where_pages_lie(name, window,
     x, normed = torch.randn(num_rows, H * E), torch.randn(num_rows, 2 * E)
     cos, sin = torch.randn(num_rows, 1, E), torch.randn(num_rows, 1, E)
     before = encode(torch.randn(2, K, used * page, E), KV_DTYPES[name])
-    empty = 255 if name == "q8_0" else torch.nan  # as a scale, NaN too
+    empty = 255 if name == "q8_0" else torch.nan  # a scale of these bytes is NaN, too
     results = []
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -121,7 +121,7 @@ def test_a_row_does_not_depend_on_the_others_or_on_where_pages_lie(name, window,
 
 @needs_compiler
 @pytest.mark.parametrize("name", TYPES)
-def test_speculation_changes_nothing(name):
+def test_speculation_does_not_change_answers(name):
     config = replace(CPU, dtype="float16", kv_cache_dtype=name)
     prompts, params = [[3, 7, 100], [55], list(range(40))], SamplingParams(max_tokens=60, temperature=0)
     engine = engine_with(tiny_decoder(head_dim=32), Speculation("none"), config)
@@ -134,7 +134,7 @@ def test_speculation_changes_nothing(name):
 
 
 @needs_compiler
-def test_the_default_follows_the_weights():
+def test_the_default_type_follows_the_weights():
     model = tiny_decoder(head_dim=32).config
     found = {dtype: replace(CPU, dtype=dtype).resolve(model).kv_cache_dtype for dtype in ("float32", "float16")}
     assert found == {"float32": "float32", "float16": "float16"}
@@ -146,7 +146,7 @@ def test_the_default_follows_the_weights():
     assert plans["q8_0"] * 64 == plans["float16"] * 34
 
 
-def test_what_cannot_be_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+def test_unsupported_types_are_refused(monkeypatch: pytest.MonkeyPatch):
     model = tiny_decoder().config  # heads of 8
     with pytest.raises(UserError, match="--kv-cache-dtype fp8 is not supported on CPU; use auto, float32, float16, q8_0"):
         replace(CPU, kv_cache_dtype="fp8").resolve(model)

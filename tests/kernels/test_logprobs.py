@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and likeliest tokens, against a sort."""
+"""Log-probabilities of the chosen and the most likely tokens equal those from a sort."""
 
 from __future__ import annotations
 

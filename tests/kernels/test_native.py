@@ -1,4 +1,4 @@
-"""The native steps against plain torch, and native layers against the network they stand for."""
+"""The native kernels equal plain torch, and native layers equal the model's layers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="needs a C comp
 
 
 def assert_near(actual: torch.Tensor, expected: torch.Tensor, share: float = 1e-3) -> None:
-    """Within a share of the largest number: entries near zero are sums of large ones, and carry their rounding."""
+    """Equal within `share` of the largest number: entries near zero are sums of large terms and have their rounding."""
     torch.testing.assert_close(actual, expected, rtol=0, atol=share * expected.abs().max().item())
 
 
@@ -57,7 +57,7 @@ def test_quantised_linear(rows, inputs, outputs, bits, group_size, offsets):
     x, bias = torch.randn(rows, inputs), torch.randn(outputs)
     linear, weight = native.NativeLinear(quantised, bias), dequantize(quantised)
     assert_near(linear(x), F.linear(x, weight, bias), 2e-4)
-    x[:, 5] *= 300  # activations have channels like this one; the others must not drown in its rounding
+    x[:, 5] *= 300  # activations have such channels; their rounding must not affect the others
     assert_near(linear(x), F.linear(x, weight, bias), 1e-3)
 
 
@@ -73,8 +73,8 @@ def _weights(outputs: int, inputs: int) -> list:
     return [weight, weight.half(), quantize(weight, 8), quantize(weight, 4), quantize(weight, 4, offsets=False)]
 
 
-def test_a_row_does_not_depend_on_the_others():
-    """What makes speculative output on CPU equal to plain output bit for bit."""
+def test_a_row_does_not_depend_on_other_rows():
+    """Because of this, speculative output on CPU equals plain output bit for bit."""
     x = torch.randn(13, 96)
     for weight in _weights(100, 96):
         linear = native.NativeLinear(weight, None)
@@ -85,7 +85,7 @@ def test_a_row_does_not_depend_on_the_others():
 
 
 def test_more_threads_than_cores():
-    """Threads that wake late meet a round that is over, or the next one."""
+    """Threads that wake late find a finished round, or the next one."""
     linears, x = [native.NativeLinear(torch.randn(outputs, 32), None) for outputs in (70, 2000, 300)], torch.randn(1, 32)
     before = torch.get_num_threads()
     try:
@@ -99,13 +99,13 @@ def test_more_threads_than_cores():
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="needs /proc")
-def test_a_forked_process_starts_threads_of_its_own():
-    """Those of its parent are not there."""
+def test_a_forked_process_starts_its_own_threads():
+    """The parent's threads do not exist in the child."""
     linear, x, before = native.NativeLinear(torch.randn(256, 64), None), torch.randn(2, 64), torch.get_num_threads()
     try:
         torch.set_num_threads(2)
         expected = linear(x)
-        time.sleep(0.05)  # until the helper sleeps: a condition variable that it waits for is copied too
+        time.sleep(0.05)  # until the helper thread sleeps: its condition variable is copied while a thread waits on it
         child = os.fork()
         if not child:
             signal.alarm(30)
@@ -130,7 +130,7 @@ def test_rms_norm_into_columns():
 def test_best_of():
     logits = 4 * torch.randn(3, 1000)
     logits[1, 999] = 50.0
-    logits[2, 5] = logits[2, 700] = 60.0  # the first of equals
+    logits[2, 5] = logits[2, 700] = 60.0  # of equal logits the first is chosen
     index, shares = native.best_of(logits, probability=True)
     assert index == logits.argmax(-1).tolist()
     assert index[1:] == [999, 5]
@@ -138,7 +138,7 @@ def test_best_of():
 
 
 class Heads:
-    """A layer that is all attention: the other linears are made so that their part can be read off."""
+    """A layer with random weights that fp16 represents exactly, and no input norm, for tests of attention."""
 
     def __init__(self, H: int, K: int, E: int, window: int | None, qk_norm: bool) -> None:
         self.attention = Attention(
@@ -155,7 +155,7 @@ class Heads:
         for module in (self.attention, self.mlp):
             for linear in module.children():
                 if isinstance(linear, torch.nn.Linear):
-                    linear.weight.copy_(linear.weight.half())  # what packing keeps
+                    linear.weight.copy_(linear.weight.half())  # packing keeps fp16
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,8 @@ def test_layer(T, kv_len, tree, window, E, qk_norm, threads):
 @pytest.mark.parametrize("window", [None, 600])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8], ids=["float32", "float16", "q8_0"])
 @pytest.mark.parametrize("threads", [1, 3, 24])  # 24: more than some linears have panels
-def test_rows_of_a_long_text_do_not_depend_on_each_other(window, dtype, threads):
-    """Few rows share the parts of the keys among the threads; of many, each thread takes rows."""
+def test_rows_of_a_long_text_do_not_depend_on_other_rows(window, dtype, threads):
+    """With few rows the threads split the keys, with many rows they split the rows."""
     H, K, E, page, T, kv_len = 6, 2, 64, 16, 20, 1040
     heads = Heads(H, K, E, window, False)
     pack_linears(heads.attention)
@@ -234,7 +234,7 @@ def test_rows_of_a_long_text_do_not_depend_on_each_other(window, dtype, threads)
 @pytest.mark.parametrize("window", [None, 21])
 @pytest.mark.parametrize("E", [64, 8, 80, 24])
 @pytest.mark.parametrize("page", [16, 8, 5])
-def test_where_the_pages_lie_changes_no_bit(T, kv_len, tree, window, E, page):
+def test_page_order_does_not_change_bits(T, kv_len, tree, window, E, page):
     H, K, num_pages = 6, 2, 60 + kv_len // 3
     heads = Heads(H, K, E, window, False)
     pack_linears(heads.attention)
@@ -242,7 +242,7 @@ def test_where_the_pages_lie_changes_no_bit(T, kv_len, tree, window, E, page):
     mask = torch.ones(T, tree, dtype=torch.bool).tril(tree - T) if tree else None
     used = -(-kv_len // page)
     scattered = torch.randperm(num_pages).tolist()
-    shared = [*range(used + 30, used + 30 + used // 2), *range(2, 2 + used - used // 2)]  # a prefix of another's, then its own
+    shared = [*range(used + 30, used + 30 + used // 2), *range(2, 2 + used - used // 2)]  # a shared prefix, then own pages
     x, normed = torch.randn(T, H * E), torch.randn(T, 2 * E)
     cos, sin = torch.randn(T, 1, E), torch.randn(T, 1, E)
     keys, values = torch.randn(2, K, used * page, E)
@@ -262,7 +262,7 @@ def test_where_the_pages_lie_changes_no_bit(T, kv_len, tree, window, E, page):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_native_pass_equals_the_network(family):
+def test_a_native_pass_equals_the_torch_model(family):
     decoder = fit(tiny_decoder(3, family, windows=(7, None, 7, None)), replace(CPU, dtype="float16"))
     caches = [PagedKV(4, 2, 8, 32, 8, torch.float32, "cpu") for _ in range(2)]
     layouts = [SequenceLayout(list(range(4)), 9, 9), SequenceLayout(list(range(10, 16)), 14, 14)]
@@ -278,10 +278,10 @@ def test_a_native_pass_equals_the_network(family):
         assert_near(theirs, mine)
 
 
-@pytest.mark.parametrize("lengths", [(9, 14), (2, 3)], ids=["many rows", "few rows, which stream"])
+@pytest.mark.parametrize("lengths", [(9, 14), (2, 3)], ids=["many rows", "few rows, streamed"])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_target_in_one_call_has_the_bits_of_its_parts(family, streamed, lengths, monkeypatch):
+def test_a_target_pass_in_one_call_equals_separate_calls(family, streamed, lengths, monkeypatch):
     decoder = fit(tiny_decoder(3, family, windows=(7, None, 7, None)), replace(CPU, dtype="float16"))
     one, other = lengths
     layouts = [SequenceLayout(list(range(4)), one, one), SequenceLayout(list(range(10, 16)), other, other)]
@@ -300,7 +300,7 @@ def test_a_target_in_one_call_has_the_bits_of_its_parts(family, streamed, length
 
 @pytest.mark.parametrize("flags", [{}, {"fc_norm": True, "norm_output": True}, {"norm_before_residual": True}])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_a_native_drafter_equals_the_network(flags, num_layers):
+def test_a_native_drafter_equals_the_torch_drafter(flags, num_layers):
     network = fit(tiny_drafter(tiny_drafter_config(num_layers=num_layers, **flags)), replace(CPU, dtype="float16"))
     config = network.config
     network.share(torch.nn.Embedding(config.vocab_size, config.hidden_size), None)
@@ -324,7 +324,7 @@ def test_a_native_drafter_equals_the_network(flags, num_layers):
     "flags", [{"fc_norm": True, "norm_output": True}, {"norm_before_fc": True}, {"norm_before_residual": True}]
 )
 @pytest.mark.parametrize("depth", [4, "auto"])
-def test_a_chain_in_one_call_is_the_chain_step_by_step(flags, depth, monkeypatch):
+def test_a_chain_drafted_in_one_call_equals_separate_steps(flags, depth, monkeypatch):
     seen = []
     in_one_call = EagleSpeculator._draft_in_one_call
 
@@ -345,11 +345,11 @@ def test_a_chain_in_one_call_is_the_chain_step_by_step(flags, depth, monkeypatch
     assert len(seen) > 10
     assert max(seen) <= 6
     before = len(seen)
-    run(engine, [[3, 7], [9, 11]], SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))  # two at once: not by it
+    run(engine, [[3, 7], [9, 11]], SamplingParams(max_tokens=9, temperature=0, ignore_eos=True))  # two requests: separate steps
     assert len(seen) == before
 
 
-def test_a_token_that_does_not_exist_is_refused():
+def test_a_token_outside_the_vocabulary_is_refused():
     network = fit(tiny_drafter(tiny_drafter_config()), replace(CPU, dtype="float16"))
     config = network.config
     network.share(torch.nn.Embedding(config.vocab_size, config.hidden_size), None)
@@ -360,8 +360,7 @@ def test_a_token_that_does_not_exist_is_refused():
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_packed_decoding_is_lossless_too(tree):
-    """Speculative packed decoding gives what plain packed decoding gives."""
+def test_speculation_with_packed_weights_is_lossless(tree):
     config = replace(CPU, dtype="float16")
     prompts = [[3, 7, 100], [55], list(range(40))]
     params = SamplingParams(max_tokens=60, temperature=0)

@@ -1,4 +1,4 @@
-"""The compiled library is code that runs here: nobody else may have put it where it is found."""
+"""The compiled library is executed, so it is only loaded from files that no other user could have written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [str(program)]
 
 
-def test_a_library_of_ours_is_used_again(compiler: list[str]) -> None:
+def test_a_library_is_reused(compiler: list[str]) -> None:
     library = native_build.built(compiler)
     assert library.read_text() == "built\n"
     library.write_text("as it was")
@@ -37,44 +37,44 @@ def test_a_library_of_ours_is_used_again(compiler: list[str]) -> None:
     assert not library.stat().st_mode & 0o022
 
 
-@pytest.mark.parametrize("loose", ["library", "folder", "link"])
-def test_one_that_others_could_write_is_built_again(compiler: list[str], loose: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("writable", ["library", "folder", "link"])
+def test_a_library_that_others_could_write_is_rebuilt(compiler: list[str], writable: str, tmp_path: Path) -> None:
     library = native_build.built(compiler)
     library.write_text("planted")
-    if loose == "link":
+    if writable == "link":
         library.rename(tmp_path / "planted.so")
         library.symlink_to(tmp_path / "planted.so")
     else:
-        (library if loose == "library" else library.parent).chmod(0o777)
+        (library if writable == "library" else library.parent).chmod(0o777)
     assert native_build.built(compiler).read_text() == "built\n"
     assert not library.is_symlink()
     assert not library.parent.stat().st_mode & 0o022
 
 
-def test_another_users_folder_is_refused(compiler: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_users_cache_folder_is_refused(compiler: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     native_build.built(compiler).parent.chmod(0o755)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     lstat = Path.lstat
-    stranger = lambda path: os.stat_result((*lstat(path)[:4], 999, *lstat(path)[5:]))  # noqa: E731
-    monkeypatch.setattr(Path, "lstat", stranger)
+    other_owner = lambda path: os.stat_result((*lstat(path)[:4], 999, *lstat(path)[5:]))  # noqa: E731
+    monkeypatch.setattr(Path, "lstat", other_owner)
     with pytest.raises(UserError, match="FLEDGE_CACHE"):
         native_build.built(compiler)
 
 
-# A C source that no longer compiles must not pass unseen: everything would still run, slowly, and its tests be left out.
+# A C source that does not compile must fail a test: otherwise everything would still run, slowly, and its tests be skipped.
 
 
 def is_wanted() -> bool:
-    """There is a compiler, and a processor that the kernels are meant for (`cpu/lanes.h` refuses others)."""
+    """Whether there is a compiler and a processor that the kernels support (`cpu/lanes.h` refuses others)."""
     if native_build.compiler() is None or os.environ.get("FLEDGE_NATIVE") == "0":
         return False
     return platform.machine() != "x86_64" or {"avx2", "f16c"} <= set(native_build._processor().split())
 
 
-def test_the_kernels_compile_where_they_are_wanted():
+def test_the_kernels_compile_on_supported_machines():
     assert (native.library() is not None) == is_wanted()
     if is_wanted():
-        assert native_build.built(native_build.compiler()).is_file()  # a compiler's complaint is shown here
+        assert native_build.built(native_build.compiler()).is_file()  # shows the compiler's error message
 
 
 def test_without_the_kernels_quantised_weights_are_refused_by_name(monkeypatch):
@@ -88,7 +88,7 @@ def test_without_the_kernels_quantised_weights_are_refused_by_name(monkeypatch):
         native.library.cache_clear()
 
 
-def test_a_missing_compiler_is_told_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_compiler_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("FLEDGE_NATIVE", raising=False)
     monkeypatch.setattr(native, "compiler", lambda: None)
     native.library.cache_clear()

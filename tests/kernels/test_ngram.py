@@ -1,4 +1,4 @@
-"""N-gram drafting on the device against the host's index, and the kernel against its reference."""
+"""N-gram drafting on the device equals the host's index, and the kernel equals its reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.kernels.support import device_of_kernels, runs_triton
 
 
 def random_texts(num_rows: int, width: int, alphabet: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What lies past a text looks like text, so that reading it shows."""
+    """Random texts and lengths. Tokens after a text's end look like text, so that reading them changes the drafts."""
     tokens = torch.randint(0, alphabet, (num_rows, width), dtype=torch.int32)
     lengths = torch.randint(1, width + 1, (num_rows,), dtype=torch.int32)
     lengths[: min(num_rows, 6)] = torch.arange(1, 7)[:num_rows]
@@ -26,7 +26,7 @@ def expected(text: list[int], depth: int, longest: int, shortest: int) -> list[i
 
 @pytest.mark.parametrize(("longest", "shortest"), [(4, 2), (3, 3), (5, 1)])
 @pytest.mark.parametrize(("alphabet", "depth"), [(2, 6), (5, 4), (40, 1)])
-def test_finds_what_the_index_finds(alphabet, depth, longest, shortest):
+def test_drafts_equal_those_of_the_index(alphabet, depth, longest, shortest):
     tokens, lengths = random_texts(60, 50, alphabet, "cpu")
     drafts = ngram_drafts(tokens, lengths, torch.ones(60, dtype=torch.int32), 60, depth, longest, shortest)
     assert drafts.dtype == torch.int64
@@ -34,14 +34,15 @@ def test_finds_what_the_index_finds(alphabet, depth, longest, shortest):
         assert drafts[row].tolist() == expected(tokens[row, :length].tolist(), depth, longest, shortest)
 
 
-def test_by_hand():
+def test_drafts_of_known_texts():
     texts = [[1, 2, 3, 9, 2, 3], [4, 4, 4], [5, 6, 7], [1, 2, 3, 4, 7, 3, 4, 8, 2, 3, 4], [8]]
     tokens = torch.zeros(6, 16, dtype=torch.int32)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = torch.tensor(text)
     lengths = torch.tensor([*map(len, texts), 0], dtype=torch.int32)
     drafts = ngram_drafts(tokens, lengths, torch.ones(6, dtype=torch.int32), 6, 3)
-    # a match; one that overlaps the end and runs past it; none; three tokens beat two more recent ones; one token; no text
+    # a match; a match that overlaps the end and continues past it; no match; a match of three tokens is preferred to a more
+    # recent one of two; one token; no text
     assert drafts.tolist() == [[9, 2, 3], [4, 4, 4], [7, 7, 7], [7, 3, 4], [8, 8, 8], [0, 0, 0]]
 
 
@@ -51,7 +52,7 @@ def test_inactive_rows_repeat_their_last_token():
     assert drafts.tolist() == [[3, 1], [2, 2]]
 
 
-def test_a_text_that_grows_is_drafted_for_as_by_the_index():
+def test_drafts_of_a_growing_text_equal_those_of_the_index():
     tokens, _ = random_texts(5, 64, 3, "cpu")
     indexes = [_NgramIndex(4, 2) for _ in tokens]
     lengths = torch.tensor([1, 4, 9, 2, 7], dtype=torch.int32)
@@ -70,7 +71,7 @@ class TestKernel:
     @pytest.mark.parametrize(("longest", "shortest"), [(4, 2), (3, 3), (5, 1)])
     @pytest.mark.parametrize(("alphabet", "depth"), [(2, 6), (30, 5), (1000, 1)])
     def test_equals_the_reference(self, alphabet, depth, longest, shortest, monkeypatch):
-        monkeypatch.setattr(ngram, "BLOCK", 16)  # many blocks a text
+        monkeypatch.setattr(ngram, "BLOCK", 16)  # many blocks per text
         device = device_of_kernels()
         tokens, lengths = random_texts(12, 100, alphabet, device)
         active = (torch.arange(12, device=device) % 5 != 4).int()

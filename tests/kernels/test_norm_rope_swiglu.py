@@ -1,4 +1,4 @@
-"""The elementwise kernels against their references, and the references against plain maths."""
+"""The elementwise kernels and their references equal plain maths."""
 
 from __future__ import annotations
 

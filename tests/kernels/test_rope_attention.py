@@ -1,4 +1,4 @@
-"""Rotation, cache write and attention in one kernel, against the separate pieces."""
+"""The kernel that rotates, writes the KV cache and attends equals the separate steps."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tests.kernels.support import KERNELS, running
 from tests.kernels.test_decode_attention import scattered_cache
 
 
-def test_only_few_programs_on_a_card_with_room_take_it(monkeypatch):
-    card = torch.device("cuda", 0)
+def test_the_config_for_few_keys_needs_few_programs_and_shared_memory(monkeypatch):
+    device = torch.device("cuda", 0)
     for size, wanted in ((232448, FEW), (166912, SOME), (101376, SOME)):
-        monkeypatch.setattr(launch_config, "shared_memory", lambda device, size=size: size)
-        monkeypatch.setattr(launch_config, "multiprocessors", lambda device: 132)
-        assert launch_config.choose_config(48, launch_config.FEW_KEYS, card) is wanted
-        assert launch_config.choose_config(49, 100, card) is SOME
-        assert launch_config.choose_config(1, launch_config.FEW_KEYS + 1, card) is SOME
+        monkeypatch.setattr(launch_config, "shared_memory", lambda _, size=size: size)
+        monkeypatch.setattr(launch_config, "multiprocessors", lambda _: 132)
+        assert launch_config.choose_config(48, launch_config.FEW_KEYS, device) is wanted
+        assert launch_config.choose_config(49, 100, device) is SOME
+        assert launch_config.choose_config(1, launch_config.FEW_KEYS + 1, device) is SOME
     assert launch_config.choose_config(1, 100, torch.device("cpu")) is SOME
 
 
@@ -40,7 +40,7 @@ def test_only_few_programs_on_a_card_with_room_take_it(monkeypatch):
     ],
 )
 def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, split, with_norms, monkeypatch):
-    """Rows differ in how many of their new tokens count; one is empty, one begins its text; keys lie in splits."""
+    """Rows have different numbers of new tokens; one row is empty, one begins its text; keys are divided into splits."""
     run, device = running(kernel, rope_attention_reference, rope_attention_triton)
     starts, counts = [0, 70, 600, 330], [num_new, 0, 1, num_new]
     kv_lens = [start + num_new for start in starts]
@@ -69,7 +69,7 @@ def test_rope_attention(kernel, num_new, heads, head_dim, page_size, window, spl
     arguments = (qkv, rope_table, torch.tensor(starts, device=device), torch.tensor(counts, device=device), keys, values)
     monkeypatch.setattr(rope_attention, "SPLIT", split)
     ways = [{}, {}, {"streamed": True}, {"config": FEW}, {"programs": 1}, {"programs": 2}] if kernel == "triton" else [{}]
-    for options in ways:  # a second time: the counts of arrived programs were left as they must be
+    for options in ways:  # twice with the default: a call must leave the counters of arrived programs reset
         out = run(*(x.clone() if x is qkv else x for x in arguments), table, page_size, norms=norms, window=window, **options)
         torch.testing.assert_close(keys, wanted_keys, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(values, wanted_values)

@@ -1,4 +1,4 @@
-"""Rows copied by numpy are those that torch copies."""
+"""Copying rows with numpy gives the same result as with torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fledge.kernels.row_copy import copy, join, put, take
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows_are_copied_as_torch_does(dtype):
+def test_row_copies_equal_those_of_torch(dtype):
     x, rows = torch.randn(7, 5).to(dtype), [6, 0, 3, 3]
     assert torch.equal(take(x, rows), x[rows])
     assert torch.equal(join([x[:2], x[4:]]), torch.cat([x[:2], x[4:]]))
@@ -21,4 +21,4 @@ def test_rows_are_copied_as_torch_does(dtype):
     assert torch.equal(twin, x[:, 1:])
     assert twin.is_contiguous()
     twin.zero_()
-    assert x[:, 1:].any(), "a copy shares nothing"
+    assert x[:, 1:].any(), "a copy must not share memory"

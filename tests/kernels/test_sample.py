@@ -1,4 +1,4 @@
-"""Sampling on the device: reproducible noise, right frequencies, top-p by bisection."""
+"""Sampling on the device: reproducible noise, correct frequencies, and truncation by top-p, top-k and min-p."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def sampler(kernel):
     return run, device_of_kernels() if kernel == "triton" else "cpu"
 
 
-def test_philox_is_the_published_one():
-    """Known answers of Random123 for Philox 4x32-10 with the counter's upper half zero."""
+def test_philox_equals_published_values():
+    """The known answers of Random123 for Philox 4x32-10 with the counter's upper half zero."""
     assert philox_words(0, 0, 0) == (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
 
 
@@ -61,7 +61,7 @@ def test_greedy_is_argmax_and_ties_go_to_the_lower_id(kernel, vocab_size):
 
 
 @pytest.mark.parametrize("kernel", SAMPLERS)
-def test_draws_depend_on_seed_and_count_alone(kernel):
+def test_samples_depend_only_on_seed_and_counter(kernel):
     run, device = sampler(kernel)
     logits = torch.randn(1, 5000, device=device).repeat(8, 1)
     temperatures = torch.full((8,), 0.7, device=device)
@@ -92,7 +92,7 @@ def test_frequencies_follow_the_distribution(kernel):
 
 
 PEAKED, FLAT = 8.0, 0.5
-CUTS = {
+TRUNCATIONS = {
     "none": None,
     "top_p": (0.9, 0, 0.0),
     "top_k": (1.0, 50, 0.0),
@@ -103,24 +103,24 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", TRUNCATIONS)
 @pytest.mark.parametrize("spread", [PEAKED, 3.0, FLAT, 0.0])
 @pytest.mark.parametrize("vocab_size", [40, 5003, 49152])
 @pytest.mark.parametrize("mapped", [False, True])
-def test_the_fast_way_on_a_cpu_changes_nothing(cut, spread, vocab_size, mapped):
+def test_fast_cpu_sampling_equals_the_reference(cut, spread, vocab_size, mapped):
     count = 6 if vocab_size > 10000 else 24
     logits = (spread * torch.randn(count, vocab_size)).to(torch.bfloat16 if vocab_size == 5003 else torch.float32)
     logits[2], logits[3, 7:] = -torch.inf, -torch.inf
     temperatures = torch.rand(count) * 1.5 + 0.2
     temperatures[1] = 0.0
     seeds, counters = torch.randint(-(2**62), 2**62, (count,)), torch.randint(0, 100000, (count,))
-    truncation = CUTS[cut] and TruncationParams(*(torch.tensor([part] * count) for part in CUTS[cut]))
+    truncation = TRUNCATIONS[cut] and TruncationParams(*(torch.tensor([part] * count) for part in TRUNCATIONS[cut]))
     ids = torch.randperm(2 * vocab_size)[:vocab_size].sort().values if mapped else None
     expected = sample_reference(logits, temperatures, seeds, counters, truncation=truncation, ids_V=ids)
     assert sample_cpu(logits, temperatures, seeds, counters, truncation, ids).tolist() == expected.tolist()
     if truncation is not None and cut != "nothing":
         scaled = logits.float() * torch.where(temperatures > 0, 1.0 / temperatures, 1.0)[:, None]
-        drawn = [0, *range(4, count)]  # where logits are -inf the cut may be, or the lowest above: nobody draws between
+        drawn = [0, *range(4, count)]  # rows with -inf logits may have another floor: no token lies in between
         found = [
             lowest_kept(scaled[row], *(x[row].item() for x in (truncation[0], truncation[1], truncation[2].log())))
             for row in drawn
@@ -128,14 +128,14 @@ def test_the_fast_way_on_a_cpu_changes_nothing(cut, spread, vocab_size, mapped):
         assert found == floor_reference(logits, temperatures, truncation)[drawn].tolist()
 
 
-def test_the_bound_of_the_noise():
+def test_the_upper_bound_of_the_noise():
     most = float(-torch.log(-torch.log(torch.tensor(1 - 0.5 * 2.0**-23))))
     assert MOST_NOISE - 1e-4 < most < MOST_NOISE
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("vocab_size", [20, 5000])
-def test_what_is_kept_is_what_a_sort_keeps(kernel, vocab_size):
+def test_kept_tokens_equal_those_of_a_sort(kernel, vocab_size):
     run, device = running(kernel, floor_reference, floor_triton)
     logits = 3 * torch.randn(9, vocab_size, device=device)
     temperatures = torch.tensor([1.0, 0.5, 2.0, 0.0, 1.0, 1.0, 0.7, 1.5, 1.0], device=device)
@@ -150,13 +150,13 @@ def test_what_is_kept_is_what_a_sort_keeps(kernel, vocab_size):
         top_p, top_k, min_p = (float(cut[row]) for cut in truncation)
         params = SamplingParams(temperature=float(temperatures[row]), top_p=top_p, top_k=int(top_k), min_p=min_p)
         scaled = (logits[row] * (1 / temperatures[row])).cpu()
-        # The cut is a token's own value, so that whether this token is kept does not hang on rounding.
+        # The floor is a token's own value, so that rounding does not decide whether this token is kept.
         assert bool((scaled == floors[row].cpu()).any())
         kept, wanted = scaled >= floors[row].cpu(), probabilities(logits[row].cpu(), params) > 0
-        # Sums in another order may move the cut past tokens that lie at it, to within the rounding of the sums.
-        apart = (scaled[kept != wanted] - floors[row].cpu()).abs()
-        assert apart.numel() <= 2
-        assert bool((apart < 1e-2).all())
+        # Another order of summation may move the floor past tokens near it, within the rounding of the sums.
+        differing = (scaled[kept != wanted] - floors[row].cpu()).abs()
+        assert differing.numel() <= 2
+        assert bool((differing < 1e-2).all())
         assert abs(float(scaled.softmax(-1)[kept].sum() - scaled.softmax(-1)[wanted].sum())) < 1e-5
     tokens = (sample_reference if kernel == "reference" else sample_triton)(
         logits, temperatures, torch.arange(9, device=device), torch.arange(9, device=device), truncation
@@ -167,8 +167,8 @@ def test_what_is_kept_is_what_a_sort_keeps(kernel, vocab_size):
 @pytest.mark.parametrize("kernel", [pytest.param("triton", marks=runs_triton)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab_size", [7, 5000, 20000])
-def test_floors_of_logits_that_many_tokens_share(kernel, dtype, vocab_size):
-    """Of 16 bits: the floor is found among few values, and those that share it are kept together."""
+def test_floors_of_16_bit_logits(kernel, dtype, vocab_size):
+    """The floor is one of few distinct values; all tokens that share it are kept."""
     device = device_of_kernels()
     logits = (4 * torch.randn(6, vocab_size, device=device) + 12).to(dtype)
     logits[1, ::3] = -torch.inf
@@ -187,8 +187,8 @@ def test_floors_of_logits_that_many_tokens_share(kernel, dtype, vocab_size):
 @pytest.mark.parametrize(
     ("kind", "mapped"), [("greedy", False), ("greedy", True), ("drawn", False), ("drawn", True), ("top_p", False)]
 )
-def test_choices_for_several_tokens_ahead(kernel, kind, mapped):
-    """Token j of a sequence is drawn with the noise of its number in the answer; columns may stand for other ids."""
+def test_choices_for_several_positions(kernel, kind, mapped):
+    """Token j of a sequence is sampled with the noise of its position in the answer; columns may be mapped to other ids."""
     run, device = running(kernel, choose_reference, choose_triton)
     vocab_size, num_new, ahead = 5000, 3, 2
     ids = torch.randperm(20000)[:vocab_size].sort().values.to(device) if mapped else None
@@ -218,9 +218,9 @@ def test_choices_for_several_tokens_ahead(kernel, kind, mapped):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("vocab_size", [5000, 2 * 4 * QUARTER])
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "fused"])
-def test_logits_that_are_not_numbers_are_told_from_tokens(monkeypatch, kernel, vocab_size, kind):
-    """Two rows that are, around one that is not."""
-    if kernel == "triton" and INTERPRETED:  # on a GPU the larger of NaN and a number is the number
+def test_nan_logits_are_reported(monkeypatch, kernel, vocab_size, kind):
+    """A row with NaN between two valid rows."""
+    if kernel == "triton" and INTERPRETED:  # on a GPU the maximum of NaN and a number is the number
         builder = importlib.import_module("triton.runtime.interpreter").InterpreterBuilder
         monkeypatch.setattr(builder, "create_maxnumf", lambda self, x, y: self.binary_op(x, y, np.fmax))
     device = "cpu" if kernel == "reference" else device_of_kernels()
@@ -240,18 +240,18 @@ def test_logits_that_are_not_numbers_are_told_from_tokens(monkeypatch, kernel, v
     assert max(found[0], found[2]) < vocab_size
     banned = torch.full((1, vocab_size), -torch.inf, device=device)
     choice = (choose_reference if kernel == "reference" else choose_triton)(banned)
-    assert picked_or_none(choice, vocab_size).tolist() == [0], "all tokens are banned"
+    assert picked_or_none(choice, vocab_size).tolist() == [0], "a row whose tokens are all banned is not NaN"
 
 
 def fused_head(x, norm, weight, ids):
-    """As `head_choice` runs few rows of a large vocabulary."""
+    """The head as `head_choice` runs it for few rows of a large vocabulary."""
     return tiled_head(rms_norm_triton(x, norm.weight, norm.eps), weight, Summation(1, False, x.shape[1]), ids)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("rows", [1, 20])
-def test_head_and_choice_together(kernel, mapped, rows):
+def test_the_fused_head_and_choice(kernel, mapped, rows):
     device = "cpu" if kernel == "reference" else device_of_kernels()
     x, weight = torch.randn(rows, 72, device=device), torch.randn(150, 72, device=device)
     weight[140] = weight[20]  # a tie in every row
@@ -266,7 +266,7 @@ def test_head_and_choice_together(kernel, mapped, rows):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize("rows", [1, 20])
-def test_quantised_head_and_choice_together(kernel, mapped, rows):
+def test_the_fused_quantised_head_and_choice(kernel, mapped, rows):
     device = "cpu" if kernel == "reference" else device_of_kernels()
     x, weight = torch.randn(rows, 96, device=device), torch.randn(150, 96, device=device)
     weight[140] = weight[20]  # a tie in every row

@@ -1,4 +1,4 @@
-"""`make test-sanitize`: that its checks are on. What they check are the other tests of the C kernels, run beside this one."""
+"""For `make test-sanitize`: the sanitizers are active. They check the other tests of the C kernels in the same run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fledge.kernels import native, native_build
 pytestmark = pytest.mark.skipif(
     "sanitize" not in os.environ.get(native_build.FLAGS_VARIABLE, ""), reason="for `make test-sanitize`"
 )
-# A row more than there is room for.
+# With ROWS = 3 the output has one row too few.
 OVERRUN = """
 import torch
 from fledge.kernels import native
@@ -23,7 +23,7 @@ native.library().quick.rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(),
 
 
 @pytest.mark.parametrize("rows", [2, 3])
-def test_an_overrun_is_seen(rows: int) -> None:
+def test_a_buffer_overflow_is_detected(rows: int) -> None:
     assert native.library() is not None
     ran = subprocess.run(
         [sys.executable, "-c", OVERRUN.replace("ROWS", str(rows))], capture_output=True, text=True, timeout=300

@@ -13,8 +13,8 @@ def test_states_are_stored_by_slot_and_position(run, size):
     device = "cpu" if run is store_states_reference else device_of_kernels()
     slots, limit, batch, width = 3, 12, 5, 4
     states = torch.randn(batch * width, 2 * size, device=device)[:, :size]
-    slot = torch.tensor([1, slots, 0, 2, 0, slots], device=device)  # the second row has none
-    starts = torch.tensor([0, 4, 10, 2, 5], dtype=torch.int32, device=device)  # the third goes past the limit
+    slot = torch.tensor([1, slots, 0, 2, 0, slots], device=device)  # the second row has no slot
+    starts = torch.tensor([0, 4, 10, 2, 5], dtype=torch.int32, device=device)  # the third row exceeds the limit
     active = torch.tensor([1, 1, 4, 0, 0], dtype=torch.int32, device=device)
     buffer = torch.zeros(slots * limit + 1, size, device=device)
     run(states, buffer, slot, starts, active, slots, limit)

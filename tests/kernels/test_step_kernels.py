@@ -1,4 +1,4 @@
-"""The small kernels between the networks of a captured step, against their references."""
+"""The small kernels between the networks of a captured step equal their references."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VOCAB = 500
 
 
 def random_choice(num_rows: int, num_blocks: int, device: str) -> PartialArgmax:
-    """Blocks in order of their ids, some of them equally good."""
+    """A random partial argmax: blocks in order of their ids, some with equal values."""
     best = torch.randn(num_rows, num_blocks).mul(2).round() / 2
     ids = torch.stack([torch.randperm(VOCAB)[:num_blocks].sort().values for _ in range(num_rows)]).int()
     return PartialArgmax(best.to(device), ids.to(device))
@@ -58,7 +58,7 @@ def rows(num_rows: int, device: str) -> RowState:
 
 
 def drafts_near(choice: PartialArgmax, num_new: int, device: str) -> torch.Tensor:
-    """Drafts of which some are what the target chooses: all, or the first few."""
+    """Drafts that match the target's choice in all or in the first few tokens."""
     top = choice.best_NC == choice.best_NC.amax(-1, keepdim=True)
     chosen = choice.ids_NC.masked_fill(~top, VOCAB).amin(-1).long().view(-1, num_new)
     drafts = torch.zeros(len(chosen), num_new + 2, dtype=torch.int64, device=device)
@@ -69,19 +69,19 @@ def drafts_near(choice: PartialArgmax, num_new: int, device: str) -> torch.Tenso
     return drafts
 
 
-def test_acceptance_by_hand():
+def test_acceptance_of_known_rows():
     state = rows(4, "cpu")
     state.length.clamp_(max=30)
     state = state._replace(
         answered=torch.tensor([3, 3, 12, 3], dtype=torch.int32), depth_limit=torch.full((4,), 9, dtype=torch.int32)
     )
     state.min_answer.copy_(torch.tensor([0, 5, 0, 0]))
-    set_bits_(state.stop_bits, torch.tensor([1]), torch.tensor([[20, 21, -1]]))  # 20 comes too early to end the answer
+    set_bits_(state.stop_bits, torch.tensor([1]), torch.tensor([[20, 21, -1]]))  # 20 comes before min_tokens: it does not stop
     chosen = torch.tensor([[10, 11, 12], [20, 21, 22], [30, 31, 32], [40, 41, 42]], dtype=torch.int32)
     drafts = torch.tensor([[10, 99], [20, 21], [30, 31], [40, 41]])
     lengths = state.length.clone()
     accepted = accept_reference(state, PartialArgmax(torch.zeros(12, 1), chosen.view(12, 1)), drafts, 3, VOCAB)
-    # accepted one; stopped inside the draft; reached the limit inside the draft; empty
+    # one accepted; a stop token inside the draft; the limit inside the draft; inactive
     assert accepted.counts_B.tolist() == [2, 0, 0, 0]
     assert accepted.starts_B.tolist() == (lengths - 1).tolist()
     assert state.report[:, 0].tolist() == [2, 2, 2, 0]
@@ -103,7 +103,7 @@ def test_accept(kernel, num_new, num_blocks, indexed, keeps_text, broken):
     device = device_of_kernels()
     choice = random_choice(12 * num_new, num_blocks, device)
     drafts = drafts_near(choice, num_new, device)
-    if broken:  # logits that are not numbers, in some rows after accepted drafts
+    if broken:  # NaN logits, in some rows after accepted drafts
         choice.best_NC[num_new - 1 :: 3] = float("nan")
     order = torch.randperm(12, device=device) if indexed else None
     state = rows(12, device)
@@ -117,7 +117,7 @@ def test_accept(kernel, num_new, num_blocks, indexed, keeps_text, broken):
         assert one is other is None or torch.equal(one, other)
 
 
-def test_logits_that_are_not_numbers_end_an_answer():
+def test_nan_logits_end_an_answer():
     state = rows(3, "cpu")
     state = state._replace(answered=torch.zeros(3, dtype=torch.int32), depth_limit=torch.full((3,), 9, dtype=torch.int32))
     chosen = torch.tensor([[10, 11], [20, 21], [30, 31]], dtype=torch.int32)
@@ -132,12 +132,12 @@ def test_logits_that_are_not_numbers_end_an_answer():
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_bits(kernel):
-    """Both ways of setting bits give the set, whatever it held before; ids may repeat."""
+    """The kernel and the reference set exactly the given bits, whatever was set before; ids may repeat."""
     run, device = running(kernel, set_bits_reference_, set_bits_triton_)
     ids = [[0, 31, 31, 499], [32, 63, 64, -1], [-1, -1, -1, -1], [KEEP, -1, -1, -1]]
     bits = torch.full((5, num_words(VOCAB)), -1, dtype=torch.int32, device=device)
     numbers = torch.tensor([[row, 7, *of_row] for row, of_row in zip([3, 0, 4, 2], ids, strict=True)], device=device)
-    run(bits, numbers[:, 0], numbers[:, 2:])  # columns, as the engine has them
+    run(bits, numbers[:, 0], numbers[:, 2:])  # non-contiguous columns, as in the engine
     bits = bits.cpu()
     sets = [set(unpack_bits(bits[row : row + 1], VOCAB)[0].nonzero()[:, 0].tolist()) for row in (3, 0, 4, 1, 2)]
     assert sets == [{0, 31, 499}, {32, 63, 64}, set(), set(range(VOCAB)), set(range(VOCAB))]

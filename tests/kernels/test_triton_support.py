@@ -1,4 +1,4 @@
-"""Which of a kernel and its reference is called."""
+"""`by_device` calls a kernel or its reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class State(NamedTuple):
 
 
 @pytest.mark.parametrize("arguments", [(torch.ones(2), 3), (3, torch.ones(2)), (3, State(torch.ones(2)), torch.zeros(1))])
-def test_the_first_tensor_decides(arguments, monkeypatch):
+def test_the_first_tensor_argument_decides(arguments, monkeypatch):
     asked = []
     run = by_device(lambda *_, **options: ("kernel", options), lambda *_, **options: ("reference", options))
     assert run(*arguments, window=2) == ("reference", {"window": 2})

@@ -1,4 +1,4 @@
-"""The decoder against transformers: every family, every rope, on tiny random models; and the real default model."""
+"""The decoder equals transformers: every family and rope type on tiny random models, and the real default model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GEMMA_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 PHI = {"pad_token_id": 0, "eos_token_id": 2}
-# In transformers a text of up to 64 tokens takes the short factors. Here an engine's longest text decides.
+# transformers uses the short factors for texts of up to 64 tokens. Here the engine's maximum length decides.
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -112,7 +112,7 @@ CASES = {
         {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1], "mrope_interleaved": True}, "rope_theta": 1e6},
     ),
 }  # fmt: skip
-# What sees images in the models of texts and images: as small as can be, and never asked.
+# Smallest possible vision towers of the multimodal models; they are never used.
 VISION = {
     "Gemma3": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56, "patch_size": 14},
     "Mistral3": {"model_type": "pixtral", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
@@ -156,7 +156,7 @@ def logits_of(decoder: Decoder, sequences: list[list[int]]) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_equals_transformers(case: str, tmp_path: Path) -> None:
-    """Logits and every tap, over several sequences of different lengths at once, longer than any window."""
+    """Logits and every tap, for several sequences of different lengths in one pass, some longer than any window."""
     family, settings = CASES[case]
     images = case.endswith(("-images", "-vl"))
     model = reference_model(family, images=images, **settings)
@@ -175,17 +175,17 @@ def test_equals_transformers(case: str, tmp_path: Path) -> None:
     for index, sequence in enumerate(sequences):
         expected = model(sequence[None], output_hidden_states=True)
         assert (logits[index] - expected.logits[0]).abs().max() < 1e-4
-        # transformers puts the state after the final norm in the last place; the tap is the one before it
+        # the last hidden state of transformers is taken after the final norm, the tap before it
         before_norm = last["hidden"][0] if isinstance(last["hidden"], tuple) else last["hidden"]
         states = [*expected.hidden_states[:-1], before_norm.reshape(1, len(sequence), -1)]
         for tap, state in zip(tapped, states, strict=True):
-            # wide-ranging random weights: rounding is measured against the size of the state
+            # random weights give states of very different sizes: the tolerance is relative to the state
             assert (tap[index] - state[0]).abs().max() < 1e-5 * state.abs().max()
 
 
 @torch.no_grad()
-def test_a_window_changes_the_result() -> None:
-    """So that the window tests above cannot pass by ignoring it on both sides."""
+def test_a_window_changes_the_logits() -> None:
+    """Otherwise the window tests above would also pass if both models ignored the window."""
     tokens = torch.randint(0, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
     full = logits_of(tiny_decoder(architecture="MistralForCausalLM"), [tokens])
     windowed = logits_of(tiny_decoder(architecture="MistralForCausalLM", windows=(16,) * 4), [tokens])
@@ -194,7 +194,7 @@ def test_a_window_changes_the_result() -> None:
 
 
 @torch.no_grad()
-def test_taps_keep_the_order_asked_for() -> None:
+def test_taps_keep_the_requested_order() -> None:
     decoder = tiny_decoder()
     tokens, positions = torch.tensor([5, 6, 7]), torch.arange(3)
     up = decoder(tokens, positions, causal_attend(), taps=(0, 2, 4)).taps
@@ -236,14 +236,14 @@ PROMPTS = [
 @pytest.mark.real
 @torch.no_grad()
 def test_smollm2_equals_transformers(smollm2_folder: Path) -> None:
-    """Greedy, 64 tokens: transformers generates; one pass of ours over its output must choose every token of it."""
+    """transformers generates 64 tokens greedily; one pass of the decoder over its output must predict each of them."""
     tokenizer = Tokenizer(smollm2_folder)
     prompts = [tokenizer.apply_chat_template([{"role": "user", "content": prompt}]) for prompt in PROMPTS]
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
     width, pad = max(map(len, prompts)), 0
     padded = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    # No end: the batch then stays rectangular, and what follows an end must be equal too.
+    # No end token: the batch stays rectangular, and tokens after an end are compared too.
     generated = model.generate(
         padded, attention_mask=mask, do_sample=False, max_new_tokens=64, min_new_tokens=64, pad_token_id=pad,
         eos_token_id=None,
@@ -257,8 +257,8 @@ def test_smollm2_equals_transformers(smollm2_folder: Path) -> None:
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == continuation
 
 
-def test_angles_stay_exact_when_the_network_is_cast():
-    """In bf16 the frequencies themselves would be off by parts in a hundred: whole turns at position 4000."""
+def test_rope_frequencies_stay_fp32_when_the_model_is_cast():
+    """bf16 frequencies would be off by parts in a hundred, which is whole turns at position 4000."""
     decoder = tiny_decoder()
     exact = decoder.rotary.inverse_frequencies.clone()
     decoder.to(torch.bfloat16)

@@ -1,6 +1,6 @@
-"""The drafter against plain arithmetic: the formulas of EAGLE 3 and 3.1 written out on a checkpoint's tensors.
+"""The drafter equals plain arithmetic: the formulas of EAGLE 3 and 3.1, written out on a checkpoint's tensors.
 
-The reference knows only a file's tensors and settings, one token at a time, with elementary operations.
+The reference uses only a checkpoint's tensors and settings and computes one token at a time with elementary operations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NUM_PROMPT, NUM_DRAFT = 11, 4
 
 
 class PlainDrafter:
-    """One sequence; keys and values of every pair seen so far are kept in lists."""
+    """The reference drafter for one sequence; keeps keys and values of all earlier pairs in lists."""
 
     def __init__(self, weights: dict[str, Tensor], settings: dict, embedding: Tensor, head: Tensor) -> None:
         self.weights, self.settings = weights, settings
@@ -80,7 +80,7 @@ class PlainDrafter:
         return self.weights[f"{name}.mlp.down_proj.weight"] @ (gate / (1 + (-gate).exp()) * up)
 
     def step(self, token: int, h: Tensor, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(logits, state after the final norm, state fed back)"""
+        """Returns (logits, state after the final norm, fed-back state)."""
         for layer in range(self.settings["num_layers"]):
             name = "midlayer" if layer == 0 else f"layers.{layer}"
             if layer == 0:
@@ -99,7 +99,7 @@ class PlainDrafter:
 
 
 class KeepingAttend:
-    """Attention for the network under test over everything it was given before."""
+    """Attention for the network under test; keeps the keys and values of all earlier calls."""
 
     def __init__(self) -> None:
         self.keys: dict[int, Tensor] = {}
@@ -158,7 +158,7 @@ def test_states_and_logits_equal_the_formulas(tmp_path, settings):
     drafter.share(target.embed_tokens, target.lm_head)
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(config.vocab_size, (NUM_PROMPT + 1,), generator=generator)
-    # each tap a little larger than the one below, as in real targets
+    # each tap is larger than the one below, as in real targets
     taps = [
         torch.randn(NUM_PROMPT, config.target_hidden_size, generator=generator, dtype=torch.float64) * (i + 1)
         for i in range(len(config.aux_layer_ids))
@@ -169,7 +169,7 @@ def test_states_and_logits_equal_the_formulas(tmp_path, settings):
         torch.testing.assert_close(actual[name], expected[name], atol=1e-5, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     assert actual["drafts"] == expected["drafts"]
     if config.draft_vocab_size < config.vocab_size:
-        assert any(draft >= config.draft_vocab_size for draft in actual["drafts"]), "the map was not put to the test"
+        assert any(draft >= config.draft_vocab_size for draft in actual["drafts"]), "no drafted token tests the vocabulary map"
 
 
 FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
@@ -202,7 +202,7 @@ def network_drafts(drafter: EagleDrafter, tokens: Tensor, taps: list[Tensor]) ->
 
 
 @torch.no_grad()
-def test_a_target_lends_its_embedding_without_becoming_a_part():
+def test_shared_target_weights_are_not_part_of_the_state_dict():
     target = tiny_decoder()
     drafter = tiny_drafter(tiny_drafter_config(tiny_model_config(), own_head=False))
     names = set(drafter.state_dict())
@@ -211,8 +211,8 @@ def test_a_target_lends_its_embedding_without_becoming_a_part():
     assert drafter.lm_head is target.lm_head
 
 
-def test_the_next_target_lends_anew():
-    """A copied drafter has copies of what was lent, which lie where the first target lies."""
+def test_share_replaces_the_weights_of_an_earlier_target():
+    """A deep copy of a drafter holds copies of the shared weights, on the first target's device."""
     first, second = tiny_decoder(), tiny_decoder(1)
     drafter = copy.deepcopy(tiny_drafter().share(first.embed_tokens, first.lm_head))
     own_head = drafter.lm_head

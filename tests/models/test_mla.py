@@ -1,4 +1,4 @@
-"""Latent attention against plain arithmetic, one token at a time, and against transformers' DeepSeek."""
+"""Latent attention equals plain arithmetic, one token at a time, and DeepSeek's attention in transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models.test_drafter import FLAGS, NUM_PROMPT, KeepingAttend, PlainDra
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_drafter_config
 
 SIZES = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10)
-# Short and strongly stretched, so that every frequency is in another part of the ramp.
+# A short original length and a large factor, so that every frequency is in another part of the ramp.
 YARN = RopeConfig(theta=100.0, kind="yarn", factor=8.0, original_max_positions=40, beta_fast=4.0, beta_slow=1.0)
 
 
@@ -27,7 +27,7 @@ class PlainLatentDrafter(PlainDrafter):
     """The formulas of DeepSeek-V2's attention on a checkpoint's tensors."""
 
     def rotated(self, head: Tensor, position: int) -> Tensor:
-        """Neighbours (0, 1), (2, 3), … turn together."""
+        """Rotates the pairs of neighbours (0, 1), (2, 3), …"""
         angles, magnitude = self.angles(len(head), position)
         result = torch.empty_like(head)
         for i, angle in enumerate(angles):

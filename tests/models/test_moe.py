@@ -1,4 +1,4 @@
-"""Experts laid side by side for the GPU's kernels: what they compute stays what it was."""
+"""Stacking experts for the GPU's kernels does not change the logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def logits(decoder: Decoder) -> torch.Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("format", ["none", "int8", "int4", "fp8"])
-def test_stacked_experts_are_the_same(format: str) -> None:
+def test_stacked_experts_give_the_same_logits(format: str) -> None:
     decoder = tiny_decoder(1, "Qwen3MoeForCausalLM")
     if format != "none":
         quantize_linears(decoder, format)
@@ -30,13 +30,13 @@ def test_stacked_experts_are_the_same(format: str) -> None:
     codes = gate_up.codes if isinstance(gate_up, QuantizedWeight) else gate_up
     expert = decoder.layers[0].mlp.experts[3].gate_up_proj
     own = expert.codes if isinstance(expert, QuantizedLinear) else expert.weight
-    assert own.data_ptr() == codes[3].data_ptr()  # in memory once
+    assert own.data_ptr() == codes[3].data_ptr()  # one copy in memory
     assert torch.equal(logits(decoder), before)
 
 
 @torch.no_grad()
-def test_experts_of_several_formats_become_plain() -> None:
-    """A checkpoint's experts that have no exact form, and those whose inputs are reordered."""
+def test_experts_of_mixed_formats_are_dequantised() -> None:
+    """Experts of different formats, and experts whose inputs are reordered, cannot be stacked as quantised values."""
     decoder = tiny_decoder(1, "Qwen3MoeForCausalLM")
     experts = decoder.layers[0].mlp.experts
     experts[0].down_proj = quantized_linear("down_proj", experts[0].down_proj, "int8")
@@ -50,8 +50,8 @@ def test_experts_of_several_formats_become_plain() -> None:
     torch.testing.assert_close(logits(decoder), before, rtol=1e-4, atol=1e-4)
 
 
-def test_offsets_that_only_some_experts_have() -> None:
-    """Without them a nibble stands for itself less eight: the same numbers with an offset."""
+def test_experts_with_and_without_offsets_are_stacked() -> None:
+    """Without an offset a 4-bit value means itself minus 8, which an offset can express exactly."""
     decoder = tiny_decoder(1, "Qwen3MoeForCausalLM")
     for layer in (0, 2, 3):
         for index, expert in enumerate(decoder.layers[layer].mlp.experts):

@@ -1,6 +1,6 @@
-"""Every form of attention metadata, through the GPU's backend, gives what the reference gives from the host's layouts.
+"""Every kind of attention metadata: the GPU's backend gives the same results as the reference with layouts from the host.
 
-On CPU the kernels are their torch references; on a GPU, or in Triton's interpreter, they run themselves.
+On CPU the kernels' torch references run; on a GPU or in Triton's interpreter, the kernels.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TARGETS = ["target", "windows and norms", "experts", "shared expert", "Gemma", "
 
 
 class Setup:
-    """A network on two caches that hold the same beginning of two texts, behind NaN everywhere else."""
+    """A network with two caches. Both hold the same prefixes of two texts, and NaN everywhere else."""
 
     def __init__(self, name: str, starts: list[int], ops=CudaOps) -> None:
         settings = dict(NETWORKS[name])
@@ -95,7 +95,7 @@ class Setup:
         for one, two in ((cache.keys, cache.values) for cache in self.caches):
             assert not one.isnan().all()
             assert torch.equal(one.isnan(), two.isnan())
-        # Scores are rounded to a grid (`kernels.attention.exact`); experts pass its 1e-4 on to the next layers as 4e-4.
+        # Scores are rounded to a grid (`kernels.attention.exact`); experts amplify its 1e-4 to 4e-4 for the next layers.
         torch.testing.assert_close(self.caches[1].keys, self.caches[0].keys, atol=8e-4, rtol=1e-3, equal_nan=True)
         torch.testing.assert_close(self.caches[1].values, self.caches[0].values, atol=8e-4, rtol=1e-3, equal_nan=True)
 
@@ -103,7 +103,7 @@ class Setup:
 @pytest.fixture(params=["reference", pytest.param("kernels", marks=runs_triton)], autouse=True)
 def way(request, monkeypatch):
     if request.param == "reference" and DEVICE != "cpu":
-        pytest.skip("references run where there is no GPU")
+        pytest.skip("references are tested without a GPU")
     if request.param == "kernels" and INTERPRETED:
         import sys
 
@@ -119,7 +119,7 @@ def assert_near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize(("starts", "counts"), [([30, 17], [3, 3]), ([40, 9], [2, 0]), ([1, 64], [1, 3])])
 def test_chains(name, starts, counts):
-    """Of which some tokens, or all, are nobody's: these are stored nowhere and seen by none."""
+    """Some or all tokens of a row may be padding: these are not stored and not attended to."""
     setup, longest = Setup(name, starts), 3
     x = torch.randn(2 * longest, 32, device=setup.device)
     real = [row * longest + token for row in range(2) for token in range(counts[row])]
@@ -142,7 +142,7 @@ def test_chains(name, starts, counts):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_trees(name):
-    """A pending token and the nodes of a tree behind it, one tree a sequence."""
+    """A pending token and the nodes of a tree after it, one tree per sequence."""
     parents = [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 0, 3, 4]]
     num_nodes, starts = 6, [25, 40]
     masks, positions = [], []
@@ -168,11 +168,11 @@ def test_trees(name):
 @pytest.mark.parametrize(("starts", "counts"), [([0, 17], [9, 20]), ([0, 0], [9, 20]), ([16, 24], [13, 5]), ([32, 0], [24, 0])])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_prompts(name, starts, counts):
-    """A whole prompt beside one with a cached prefix, two of each, and a chunk."""
+    """A whole prompt next to one with a cached prefix, two prompts of each kind, and a chunk."""
     is_chunk = not counts[1]
     setup = Setup(name, starts)
     num_tokens = sum(counts)
-    x = torch.randn(num_tokens + (not is_chunk), 32, device=setup.device)  # and one that belongs to no prompt
+    x = torch.randn(num_tokens + (not is_chunk), 32, device=setup.device)  # and one padding token
     positions = [starts[text] + i for text in range(2) for i in range(counts[text])]
     slots = [setup.slot(text, place) for text, place in zip([0] * counts[0] + [1] * counts[1], positions, strict=True)]
     wanted = setup.expected(x[:num_tokens], counts, positions)
@@ -202,7 +202,7 @@ def test_keys_and_values_by_slot(head_dim, way, request):
     assert not values[:, untouched].any()
 
 
-def test_two_backends_count_arrivals_apart():
-    """Two engines on one device, in two streams, would disturb each other's counts."""
+def test_two_backends_have_separate_arrival_counters():
+    """Two engines on one device run in two streams and would disturb each other's counters."""
     one, two = (Setup("target", [0, 0]).ops for _ in range(2))
     assert one.arrivals.data_ptr() != two.arrivals.data_ptr()

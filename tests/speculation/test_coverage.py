@@ -1,4 +1,4 @@
-"""Tokens outside the draft vocabulary: what they do to the drafter's confidence, and what they must not touch."""
+"""Draft-vocabulary coverage: tokens outside the vocabulary lower the drafter's confidence and must not change answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0)
 PROMPTS = [[5, 9, 23, 4], [100, 3, 7]]
 
 
-def test_a_full_vocabulary_leaves_confidence_exactly_alone():
+def test_a_full_vocabulary_does_not_change_confidence():
     outside = VocabularyCoverage(None, coverage=0.5)
     outside.record(list(range(1000)))
     assert outside.covered == 1.0
@@ -27,7 +27,7 @@ def test_a_full_vocabulary_leaves_confidence_exactly_alone():
     assert outside.holds(123456)
 
 
-def test_the_share_follows_what_is_said():
+def test_the_share_follows_emitted_tokens():
     outside = VocabularyCoverage(range(10), coverage=0.99)
     assert outside.share == pytest.approx(0.01)
     assert outside.covered == pytest.approx(0.99)
@@ -39,7 +39,7 @@ def test_the_share_follows_what_is_said():
     assert outside.share < 1e-3
 
 
-def test_every_token_outside():
+def test_coverage_has_a_lower_bound():
     outside = VocabularyCoverage([7])
     outside.record([3] * 100_000)
     assert outside.share == pytest.approx(1.0)
@@ -54,8 +54,8 @@ def speculator(drafter, depth: DepthPolicy, tree: TreeShape | None = None):
 
 
 @pytest.mark.parametrize("tree", [None, TreeShape(3, 8)], ids=["chain", "tree"])
-def test_confidence_is_scaled_and_drafted_tokens_are_not_touched(tree):
-    """The same drafts with and without outside mass: tokens are the same, confidences are lower by the factor."""
+def test_coverage_scales_confidence_and_keeps_drafted_tokens(tree):
+    """With a coverage of one half a chain has the same tokens and half the confidences."""
     drafts = []
     for share in (0.0, 0.5):
         engine = speculator(tiny_drafter(tiny_drafter_config(draft_vocab_size=64)), DepthPolicy(3), tree)
@@ -71,7 +71,7 @@ def test_confidence_is_scaled_and_drafted_tokens_are_not_touched(tree):
     if tree is None:
         assert half.tokens == whole.tokens
         assert half.confidences == pytest.approx([0.5 * sure for sure in whole.confidences])
-    else:  # which nodes are kept may change with the factor: what lies deep is worth less
+    else:  # deep nodes become less likely, so other nodes may be kept
         common = [index for index, parent in enumerate(half.parents) if parent < 0]
         first = {whole.tokens[i]: whole.confidences[i] for i, parent in enumerate(whole.parents) if parent < 0}
         assert common
@@ -81,27 +81,27 @@ def test_confidence_is_scaled_and_drafted_tokens_are_not_touched(tree):
 
 @pytest.mark.parametrize("tree", [None, TreeShape(3, 8)], ids=["chain", "tree"])
 @pytest.mark.parametrize("size", [2, 64, 128], ids=["two tokens", "half", "all"])
-def test_any_vocabulary_is_lossless_and_stops_early_where_it_must(size, tree):
+def test_any_vocabulary_is_lossless_and_low_coverage_stops_drafts(size, tree):
     plain = run(engine_with(tiny_decoder(), Speculation("none")), PROMPTS, GREEDY)
     engine = speculator(tiny_drafter(tiny_drafter_config(draft_vocab_size=size)), DepthPolicy(4, 0.02), tree)
     assert run(engine, PROMPTS, GREEDY) == plain
-    said = [token for answer in plain for token in answer]
+    emitted = [token for answer in plain for token in answer]
     inside = set(engine.drafter.target_id_list)
     if size == 128:
         assert engine.drafter.coverage.covered == 1.0
         return
-    alike = VocabularyCoverage(inside)
-    alike.record(said)
-    assert engine.drafter.coverage.share == pytest.approx(alike.share, abs=0.02)  # the order of what was said differs
+    expected = VocabularyCoverage(inside)
+    expected.record(emitted)
+    assert engine.drafter.coverage.share == pytest.approx(expected.share, abs=0.02)  # tokens are recorded in another order
     engine.drafter.coverage.record([next(token for token in range(128) if token not in inside)] * 20_000)
     engine.add_request(PROMPTS[0], GREEDY)
     drafts = record_drafts(engine)
     engine.step()
     engine.step()
-    assert drafts[-1][2].depth == 1, "hopeless drafts are cut at once, but there is one to learn from"
+    assert drafts[-1][2].depth == 1, "drafts of an uncovered text must stop at depth 1, which is kept to measure acceptance"
 
 
-def test_a_seeded_request_does_not_depend_on_what_others_said():
+def test_a_seeded_answer_does_not_depend_on_coverage():
     drafter = tiny_drafter(tiny_drafter_config(draft_vocab_size=64))
     answers = []
     for others in (0, 20_000):
@@ -122,7 +122,7 @@ def test_coverage_is_read_from_a_drafters_provenance(tmp_path):
     assert Provenance.read(tmp_path).coverage is None
 
 
-def test_the_shipped_drafter_says_how_much_it_covers():
+def test_the_shipped_drafters_provenance_has_its_coverage():
     from fledge.drafters import default_drafter
 
     coverage = Provenance.read(default_drafter("smollm2-135m")).coverage

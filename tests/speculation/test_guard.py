@@ -1,4 +1,4 @@
-"""The drift guard's policy: who is shortened, who recovers, and what is not held against a request."""
+"""The drift guard: which requests get a lower depth, when they recover, and what does not count as drift."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def calibrated(limit: int = 5, **settings) -> tuple[DriftGuard, random.Random]:
 
 
 def run(guard: DriftGuard, name: str, steps: int, rates, rng: random.Random) -> list[int]:
-    """The depths that a request was drafted at."""
+    """Runs a request for `steps` steps; returns the depth of each."""
     depths = []
     for _ in range(steps):
         depths.append(guard.depth(name))
@@ -39,7 +39,7 @@ def changes(depths: list[int]) -> list[int]:
     return [depth for depth, _ in itertools.groupby(depths)]
 
 
-def test_a_request_that_leaves_the_band_is_shortened_step_by_step_and_comes_back():
+def test_the_depth_falls_in_steps_outside_the_band_and_recovers():
     guard, rng = calibrated()
     run(guard, "good", 50, USUAL, rng)
     depths = run(guard, "drifting", 40, USUAL, rng)
@@ -47,7 +47,7 @@ def test_a_request_that_leaves_the_band_is_shortened_step_by_step_and_comes_back
     depths = run(guard, "drifting", 100, (0.1,) * 5, rng)
     assert changes(depths) == [5, 2, 1]
     assert depths.index(1) < 40
-    assert guard.depth("drifting") == 1, "never 0: it could not be seen to recover"
+    assert guard.depth("drifting") == 1, "never 0: otherwise a recovery could not be detected"
     assert guard.depth("good") == 5
     assert guard.counts.shortened == guard.counts.requests == 1
     assert guard.counts.shortenings == {"acceptance": 2, "rms": 0, "sink": 0}
@@ -57,14 +57,14 @@ def test_a_request_that_leaves_the_band_is_shortened_step_by_step_and_comes_back
     assert (guard.counts.recoveries, guard.counts.shortened, guard.counts.requests) == (1, 0, 1)
 
 
-def test_nothing_is_judged_before_the_warm_up_is_over():
+def test_no_depth_is_lowered_during_calibration():
     guard, rng = DriftGuard(4, calibration_steps=200), random.Random(0)
     run(guard, "good", 100, (1.0,) * 4, rng)
     assert set(run(guard, "bad", 100, (0.0,) * 4, rng)) == {4}
     assert changes(run(guard, "bad", 30, (0.0,) * 4, rng))[-1] == 1
 
 
-def test_usual_variation_is_seldom_taken_for_drift():
+def test_usual_variation_is_rarely_taken_for_drift():
     guard, rng = calibrated()
     for number in range(100):
         run(guard, f"{number}", 100, USUAL, rng)
@@ -73,13 +73,13 @@ def test_usual_variation_is_seldom_taken_for_drift():
     assert guard.counts.shortened == 0
 
 
-def test_a_drafter_that_never_accepts_is_in_its_band():
+def test_a_bad_drafter_is_within_its_own_band():
     guard, rng = DriftGuard(4, calibration_steps=50), random.Random(0)
     assert set(run(guard, "one", 400, (0.02,) * 4, rng)) == {4}
 
 
-def test_it_does_not_flap():
-    """Good at first, hopeless deeper down: each return to depth is tried half as often as the one before."""
+def test_the_depth_does_not_oscillate():
+    """Drafts are good up to depth 2 and useless beyond: the wait before each new attempt at more depth doubles."""
     guard, rng = calibrated()
     depths = run(guard, "shallow", 1500, (0.9, 0.9, 0.0, 0.0, 0.0), rng)
     assert guard.counts.requests == 1
@@ -89,7 +89,7 @@ def test_it_does_not_flap():
     assert max(runs) > 8 * FIRST_WAIT
 
 
-def test_a_miss_on_a_token_that_the_drafter_cannot_name_is_not_held_against_it():
+def test_misses_on_tokens_outside_the_draft_vocabulary_do_not_count():
     guard, _ = calibrated()
     for _ in range(200):
         guard.record("rare words", 5, 0, nameable=False)
@@ -102,10 +102,10 @@ def test_a_miss_on_a_token_that_the_drafter_cannot_name_is_not_held_against_it()
     assert [new > old for new, old in zip(guard.usual[False].tried, before, strict=True)] == [True, True, False, False, False]
 
 
-def test_a_hard_text_that_the_drafter_is_unsure_of_is_no_drift():
-    """Its drafts end early by themselves. Shortened too, the demo's story took 74 passes instead of 69."""
+def test_a_hard_text_with_low_confidence_is_no_drift():
+    """Low confidence already ends drafts early. With a lower depth as well, the demo's story took 74 passes instead of 69."""
 
-    def told(confidence: float) -> DriftGuard:
+    def judged(confidence: float) -> DriftGuard:
         guard, rng = DriftGuard(5, calibration_steps=200), random.Random(1)
         for _ in range(300):
             guard.record("usual", 5, accepted(5, [0.8] * 5, rng), confidences=[0.7] * 5)
@@ -113,12 +113,12 @@ def test_a_hard_text_that_the_drafter_is_unsure_of_is_no_drift():
             guard.record("hard", 5, accepted(5, [0.4] * 5, rng), confidences=[confidence] * 5)
         return guard
 
-    assert told(0.3).counts.requests == 0
-    assert told(0.7).counts.requests == 1  # as sure as ever, and wrong
+    assert judged(0.3).counts.requests == 0
+    assert judged(0.7).counts.requests == 1  # the usual confidence, but wrong
 
 
-def test_drawn_drafts_and_greedy_ones_have_bands_of_their_own():
-    """Drafter and target draw with the same noise: a drawn token is accepted far more often than its probability."""
+def test_sampled_and_greedy_drafts_have_separate_bands():
+    """Drafter and target sample with the same noise: a sampled token is accepted far more often than its probability says."""
     guard, rng = DriftGuard(5, calibration_steps=200), random.Random(1)
     for _ in range(600):
         guard.record("drawn", 5, accepted(5, [0.85] * 5, rng))
@@ -127,7 +127,7 @@ def test_drawn_drafts_and_greedy_ones_have_bands_of_their_own():
     assert guard.counts.requests == 0
 
 
-def test_what_another_drafter_showed_is_not_usual_for_this_one():
+def test_renew_discards_the_rates_of_the_previous_drafter():
     guard, rng = DriftGuard(5, calibration_steps=200), random.Random(1)
     for _ in range(3000):
         guard.record("before", 5, accepted(5, [0.35] * 5, rng), confidences=[1.0] * 5)
@@ -139,7 +139,7 @@ def test_what_another_drafter_showed_is_not_usual_for_this_one():
     assert guard.depth("drifting") == 1
 
 
-def test_a_draft_that_was_accepted_whole_has_no_miss():
+def test_a_fully_accepted_draft_has_no_miss():
     guard, _ = calibrated(limit=3)
     for _ in range(100):
         guard.record("perfect", 3, 3, nameable=False)
@@ -147,7 +147,7 @@ def test_a_draft_that_was_accepted_whole_has_no_miss():
 
 
 @pytest.mark.parametrize(("name", "reason", "strange"), [("rms", "rms", 4.0), ("rms", "rms", 0.2), ("sink_share", "sink", 0.9)])
-def test_probed_figures_out_of_the_band_shorten_until_a_look_finds_them_inside(name, reason, strange):
+def test_probed_figures_outside_the_band_lower_the_depth_until_they_return(name, reason, strange):
     guard, rng = calibrated(calibration_probes=10)
 
     def figures(**other) -> dict[str, list[float]]:
@@ -157,13 +157,13 @@ def test_probed_figures_out_of_the_band_shorten_until_a_look_finds_them_inside(n
             "entropy": [2.0] * 5,
         } | other
 
-    for look in range(30):
-        guard.record_probe(f"{look % 3}", figures())
+    for number in range(30):
+        guard.record_probe(f"{number % 3}", figures())
     assert not guard.counts.requests
     guard.record_probe("drifting", figures(**{name: [1.0 if name == "rms" else 0.3] * 3 + [strange] * 2}))
     assert guard.depth("drifting") == 2
     assert guard.counts.shortenings == dict.fromkeys(REASONS, 0) | {reason: 1}
-    assert set(run(guard, "drifting", 100, USUAL, rng)) == {2}, "good acceptance does not make up for it"
+    assert set(run(guard, "drifting", 100, USUAL, rng)) == {2}, "good acceptance must not compensate for it"
     guard.record_probe("drifting", figures(**{name: figures()[name][:2]}))
     assert changes(run(guard, "drifting", 100, USUAL, rng)) == [2, 4, 5]
     assert guard.counts.recoveries == 1
@@ -179,7 +179,7 @@ def drifting_guard() -> DriftGuard:
     return guard
 
 
-def test_a_look_that_saw_nothing_of_a_figure_says_nothing_of_it():
+def test_a_probe_without_a_figure_does_not_change_its_state():
     guard = drifting_guard()
     guard.record_probe("drifting", {"rms": [1.0], "sink_share": [None]})
     assert guard.watched["drifting"].drifting == {"sink_share"}
@@ -187,8 +187,8 @@ def test_a_look_that_saw_nothing_of_a_figure_says_nothing_of_it():
     assert not guard.watched["drifting"].drifting
 
 
-def test_what_was_seen_long_ago_is_no_reason_to_stay_short():
-    """Captured cycles look at one row at a time: a request may not have its turn again."""
+def test_old_probes_do_not_keep_the_depth_low():
+    """Captured cycles probe one row at a time, so a request may never be probed again."""
     guard = drifting_guard()
     for _ in range(LONGEST_WAIT - 1):
         guard.record("drifting", 2, 2)
@@ -198,7 +198,7 @@ def test_what_was_seen_long_ago_is_no_reason_to_stay_short():
     assert guard.depth("drifting") == 4
 
 
-def test_one_look_at_a_strange_draft_does_not_widen_the_band():
+def test_a_few_outlier_probes_do_not_widen_the_band():
     guard = DriftGuard(2, calibration_probes=10)
     for _ in range(40):
         guard.record_probe("usual", {"rms": [1.0, 1.0]})
@@ -208,7 +208,7 @@ def test_one_look_at_a_strange_draft_does_not_widen_the_band():
     assert guard.depth("strange") == 1
 
 
-def test_depth_1_stays_and_a_finished_request_is_forgotten():
+def test_depth_1_is_kept_and_finished_requests_are_forgotten():
     guard, rng = calibrated(limit=1)
     assert set(run(guard, "one", 100, (0.0,), rng)) == {1}
     assert not guard.counts.requests

@@ -1,4 +1,4 @@
-"""Drafts, depth, statistics and n-grams, each by itself."""
+"""Unit tests of drafts, depth, statistics, n-grams and the sampling distribution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.oracle import probabilities
 TREE = Draft(tokens=[10, 11, 20, 21, 30], parents=[-1, -1, 0, 1, 2], confidences=[0.5] * 5)
 
 
-def test_a_tree_knows_its_shape():
+def test_depths_children_and_mask_of_a_tree():
     assert TREE.depths() == [1, 1, 2, 2, 3]
     assert TREE.children(-1) == [0, 1]
     assert not TREE.is_chain
@@ -45,11 +45,11 @@ def test_a_tree_knows_its_shape():
         ([55, 0, 0, 0, 0, 0], [], 55),
     ],
 )
-def test_greedy_verification_walks_the_tree(best, accepted, following):
+def test_greedy_verification_follows_the_tree(best, accepted, following):
     assert verify(best, TREE) == (accepted, following)
 
 
-def test_statistics_by_every_definition():
+def test_acceptance_statistics():
     first, second = AcceptanceStats(), AcceptanceStats()
     first.add_step(nodes=3, depth=3, accepted=3, emitted=4)
     first.add_step(nodes=3, depth=3, accepted=1, emitted=2)
@@ -75,7 +75,7 @@ def test_depth_is_a_number_or_auto():
         TreeShape(0, 5)
 
 
-def test_ngrams_propose_what_followed_last_time():
+def test_ngrams_draft_the_latest_continuation():
     drafter = NgramSpeculator(DepthPolicy(3), longest=3, shortest=2)
     sequence = SimpleNamespace(tokens=[1, 2, 3, 4, 5, 9, 2, 3], pages=[], params=SamplingParams(), seed=0)
     draft = drafter.draft([AcceptedSpan(sequence, 0, [0], 10)], [])[0]
@@ -91,7 +91,7 @@ def test_ngrams_propose_what_followed_last_time():
 
 
 @pytest.mark.parametrize("top_p", [5e-239, 1e-30, 1e-6])
-def test_the_smallest_top_p_leaves_the_likeliest_token(top_p):
+def test_a_tiny_top_p_keeps_the_most_likely_token(top_p):
     logits = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.5, 2.4]])
     found = probabilities(logits, SamplingParams(temperature=1.0, top_p=top_p))
     assert found.tolist() == [[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]]

@@ -1,7 +1,7 @@
-"""Sampled speculative output has the target's distribution: a chi-square test that a wrong rule fails.
+"""Sampled speculative output has the target's distribution: a chi-square test, which wrong acceptance rules fail.
 
-The target is a fixed table: the distribution of the next token depends on the token before. Triples of tokens that come out
-of the engine's own verification, one seed each, are counted against their exact joint probability.
+The target is a fixed table: the next token's distribution depends on the previous token. The engine's verification emits
+triples of tokens, one seed each; their counts are compared with the exact joint probabilities.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def logits_after(table: torch.Tensor, params: SamplingParams, answer: list[int])
 
 
 def chain(drafter: torch.Tensor, params: SamplingParams, answer: list[int], seed: int) -> Draft:
-    """Two tokens drawn by the drafter with the target's own noise."""
+    """A draft of two tokens, sampled with the target's noise."""
     draft, last = Draft(), answer[-1] if answer else 0
     for depth in range(2):
         last = draw(drafter[last], params, seed, len(answer) + depth)
@@ -48,7 +48,7 @@ def chain(drafter: torch.Tensor, params: SamplingParams, answer: list[int], seed
 
 
 def tree(drafter: torch.Tensor, params: SamplingParams, answer: list[int], seed: int) -> Draft:
-    """The two likeliest tokens, and two below each."""
+    """A draft of the two most likely tokens and two children of each."""
     draft = Draft()
     first = drafter[answer[-1] if answer else 0].topk(2).indices.tolist()
     draft.tokens, draft.parents = list(first), [-1, -1]
@@ -92,7 +92,7 @@ def three_tokens(make_draft: Callable, choose: Callable, params: SamplingParams,
 
 
 def p_value(outcomes: list[tuple[float, int]]) -> float:
-    """Outcomes expected fewer than ten times are pooled; impossible ones must not occur at all."""
+    """The chi-square p-value. Outcomes expected fewer than ten times are pooled; an impossible one that occurs gives 0."""
     if any(count and p < 1e-12 for p, count in outcomes):
         return 0.0
     common = [(p, count) for p, count in outcomes if p * RUNS >= 10]
@@ -108,23 +108,23 @@ def p_value(outcomes: list[tuple[float, int]]) -> float:
 @pytest.mark.parametrize("setting", list(SETTINGS))
 def test_output_has_the_targets_distribution(make_draft, setting):
     outcomes, accepted = three_tokens(make_draft, by_position, SETTINGS[setting], seed=22)
-    assert accepted > RUNS / 2, "the drafter must matter for the test to mean anything"
+    assert accepted > RUNS / 2, "too few drafts are accepted for a meaningful test"
     assert p_value(outcomes) > 1e-3
 
 
 def one_noise(logits: torch.Tensor, params: SamplingParams, seed: int, answer: list[int], draft: Draft, row: int) -> int:
-    """A wrong rule: every position is drawn with the same noise."""
+    """A wrong rule: every position is sampled with the same noise."""
     return draw(logits, params, seed, 0)
 
 
 def likely_drafts(logits: torch.Tensor, params: SamplingParams, seed: int, answer: list[int], draft: Draft, row: int) -> int:
-    """Another wrong rule: a drafted token is accepted when it is at all likely."""
+    """A wrong rule: a drafted token is accepted if its probability exceeds 0.2."""
     p = probabilities(logits, params)
     likely = [child for child in draft.children(row - 1) if p[draft.tokens[child]] > 0.2]
     return draft.tokens[likely[0]] if likely else draw(logits, params, seed, len(answer))
 
 
 @pytest.mark.parametrize("wrong", [one_noise, likely_drafts])
-def test_the_test_catches_a_wrong_rule(wrong):
+def test_a_wrong_rule_fails_the_chi_square_test(wrong):
     outcomes, _ = three_tokens(chain, wrong, SETTINGS["temperature"], seed=22)
     assert p_value(outcomes) < 1e-6

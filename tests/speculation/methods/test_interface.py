@@ -1,4 +1,4 @@
-"""A drafting method in one file: all drafts of a cycle in one look-up, as a block drafter would make them in one pass."""
+"""A drafting method defined in this file runs in both executors. It drafts a block with one table look-up per cycle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.tiny import tiny_decoder
 
 
 class BlockDrafter:
-    """Proposes what a table says follows a token, `depth` times over; tokens are table rows."""
+    """Drafts the tokens in the last token's row of a table."""
 
     taps, knows_confidence = (), False
 
@@ -85,10 +85,10 @@ def answers(engine: Engine) -> list:
     return requests
 
 
-def test_a_method_of_one_file_runs_on_both_executors():
+def test_a_custom_method_runs_in_both_executors():
     decoder = tiny_decoder(5)
     wanted = [request.answer for request in answers(build_engine(decoder, Speculation("none"), CPU))]
-    # What followed a token in these answers: some drafts are right, some are not.
+    # The table holds what followed each token in these answers: some drafts are right, some are wrong.
     table = torch.randint(0, decoder.config.vocab_size, (decoder.config.vocab_size, 4))
     for answer in wanted:
         for place in range(len(answer) - 4):
@@ -105,7 +105,7 @@ def test_a_method_of_one_file_runs_on_both_executors():
     assert all(0 < count < 30 for count in accepted[0])
 
 
-def test_a_method_without_a_captured_side_is_refused_by_name():
+def test_a_method_without_a_captured_part_is_refused_by_name():
     drafter = BlockDrafter(torch.zeros(128, 2, dtype=torch.long))
     drafter.captured = lambda batch, max_positions, max_depth: None
     with pytest.raises(UserError, match=r"block look-up: .* does not run in CUDA graphs"):

@@ -1,4 +1,4 @@
-"""Draft trees in fixed shapes, against the host's trees and its verification."""
+"""Draft trees as fixed-shape tensors equal the eager executor's trees and their verification."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from fledge.speculation.verification import Draft, verify
 from tests.tiny import tiny_drafter, tiny_drafter_config
 
 PAGE = 4
-LENGTHS = [1, 6, 11, 4]  # settled pairs of each sequence
+LENGTHS = [1, 6, 11, 4]  # accepted pairs of each sequence
 
 
 def attend_over(cache: PagedKV, page_table_BP: Tensor, meta: AttentionMetadata) -> Attend:
@@ -90,23 +90,23 @@ def speculator(depth: int, shape: TreeShape, seed: int, **settings) -> EagleSpec
     cache = PagedKV(config.num_layers, config.num_kv_heads, config.head_dim, pages, PAGE, torch.float32, "cpu")
     cache.take_memory()
     host = EagleSpeculator(network, cache, DepthPolicy(depth), shape)
-    host.ops = TorchOps(host.cache, host.network.rotary)  # the same sums in the same order on both sides
+    host.ops = TorchOps(host.cache, host.network.rotary)  # both implementations sum in the same order
     return host
 
 
-def settled_sequences(host: EagleSpeculator, depth: int) -> tuple[list[AcceptedSpan], torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random texts whose pairs are in the drafter's cache, its output for the last of each, and their pages."""
+def accepted_spans(host: EagleSpeculator, depth: int) -> tuple[list[AcceptedSpan], torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random texts with their pairs in the drafter's cache: spans, logits and states of the last pairs, and page tables."""
     tables = torch.randperm(len(LENGTHS) * 30).view(len(LENGTHS), 30)
-    settled, row = [], 0
+    spans, row = [], 0
     for length, table in zip(LENGTHS, tables.tolist(), strict=True):
         tokens = torch.randint(0, host.network.config.vocab_size, (length + 1,)).tolist()
         sequence = SimpleNamespace(tokens=tokens, pages=table, params=SamplingParams(temperature=0), generator=None)
-        settled.append(AcceptedSpan(sequence, 0, list(range(row, row + length)), depth))
+        spans.append(AcceptedSpan(sequence, 0, list(range(row, row + length)), depth))
         row += length
     config = host.network.config
-    hidden, h = host.sync(settled, [torch.randn(row, config.target_hidden_size) for _ in config.aux_layer_ids])
+    hidden, h = host.sync(spans, [torch.randn(row, config.target_hidden_size) for _ in config.aux_layer_ids])
     last = torch.tensor(LENGTHS).cumsum(0) - 1
-    return settled, host.network.logits(hidden[last]), h[last], tables.int()
+    return spans, host.network.logits(hidden[last]), h[last], tables.int()
 
 
 def bits_of(mask: torch.Tensor) -> list[int]:
@@ -126,16 +126,16 @@ def bits_of(mask: torch.Tensor) -> list[int]:
         (4, 16, 4, {"mla": MLAConfig(8, 8, 4, 8)}),
     ],
 )
-def test_trees_are_those_of_the_host(width, nodes, depth, settings):
+def test_trees_equal_the_eager_executors(width, nodes, depth, settings):
     shape = TreeShape(width, nodes)
     for seed in range(3):
         host = speculator(depth, shape, seed, **settings)
-        settled, logits, h, tables = settled_sequences(host, depth)
+        spans, logits, h, tables = accepted_spans(host, depth)
         starts = torch.tensor(LENGTHS, dtype=torch.int32)
         cache = PagedKV(1, *host.cache.keys.shape[1:2], host.cache.keys.shape[-1], tables.numel(), PAGE, torch.float32, "cpu")
         cache.keys.copy_(host.cache.keys)
         cache.values.copy_(host.cache.values)
-        expected = host.grow_trees(settled, logits, h)
+        expected = host.grow_trees(spans, logits, h)
 
         step = draft_step(host.network, cache, tables, starts, torch.ones(len(starts), dtype=torch.int32))
         covered = math.log(host.coverage.covered)
@@ -148,8 +148,8 @@ def test_trees_are_those_of_the_host(width, nodes, depth, settings):
             assert [bits % 2**64 for bits in tree.tail_bits_BT[row].tolist()] == bits_of(draft.tail_mask())
 
 
-def test_of_equal_scores_the_first_nodes_are_kept():
-    """As a stable sort on the host does it: here all tokens are equally likely."""
+def test_of_nodes_with_equal_scores_the_first_are_kept():
+    """All tokens are equally likely; the eager executor's stable sort keeps the same nodes."""
     seen = []
 
     def step(frontier):
@@ -164,7 +164,7 @@ def test_of_equal_scores_the_first_nodes_are_kept():
 
 
 def random_tree(count: int, depth: int, alphabet: int) -> Draft:
-    """Nodes in the order of their levels; siblings may have the same token."""
+    """A random tree with its nodes ordered by level; siblings may have the same token."""
     levels = sorted([1, *(random.randint(1, depth) for _ in range(count - 1))])
     while any(level > before + 1 for before, level in pairwise(levels)):
         levels = sorted([1, *(random.randint(1, depth) for _ in range(count - 1))])
@@ -181,7 +181,7 @@ def tensors_of(drafts: list[Draft], depth: int) -> TreeDraft:
 
 
 @pytest.mark.parametrize(("count", "depth"), [(63, 7), (12, 4), (5, 1), (1, 3)])
-def test_accepted_paths_are_those_of_the_host(count, depth):
+def test_accepted_paths_equal_the_eager_executors(count, depth):
     num_rows, alphabet = 40, 3
     drafts = [random_tree(count, depth, alphabet) for _ in range(num_rows)]
     tree = tensors_of(drafts, depth)
@@ -192,16 +192,16 @@ def test_accepted_paths_are_those_of_the_host(count, depth):
     lengths = set()
     for row, draft in enumerate(drafts):
         assert [bits % 2**64 for bits in tree.tail_bits_BT[row].tolist()] == bits_of(draft.tail_mask())
-        verdict = verify(chosen[row].tolist(), draft)
-        accepted = verdict.accepted if active[row] else []
+        verified = verify(chosen[row].tolist(), draft)
+        accepted = verified.accepted if active[row] else []
         rows = [0, *(node + 1 for node in accepted)]
         assert path.rows_BT[row].tolist() == rows + [rows[-1]] * (depth + 1 - len(rows))
         assert int(path.counts_B[row]) == len(accepted)
         assert chain_drafts[row].tolist() == [draft.tokens[node] for node in accepted] + [-1] * (depth - len(accepted))
         if active[row]:
-            assert int(chain[row, len(accepted)]) == verdict.next_token
+            assert int(chain[row, len(accepted)]) == verified.next_token
             lengths.add(len(accepted))
-    assert len(lengths) > 1, "paths of several lengths are tried"
+    assert len(lengths) > 1, "the test must cover paths of several lengths"
 
 
 def test_a_collapsed_path_is_accepted_like_a_chain():
@@ -225,12 +225,12 @@ def test_a_collapsed_path_is_accepted_like_a_chain():
     accepted = accept(state, PartialArgmax(torch.zeros(12, 1), chain.view(12, 1).int()), drafts, 4, 100)
     assert state.tokens[0, 5:9].tolist() == [11, 21, 50, 0]
     assert state.length.tolist() == [8, 8, 7]
-    assert accepted.counts_B.tolist() == [3, 0, 0]  # the second one ended at its stop id
+    assert accepted.counts_B.tolist() == [3, 0, 0]  # the second row ended at its stop token
     assert state.report[:, 0].tolist() == [3, 2, 0]
     assert path.counts_B.tolist() == [2, 3, 0]
 
 
-def test_empty_rows_are_stored_nowhere_and_see_nothing():
+def test_inactive_rows_have_no_slots_and_no_keys():
     tables = torch.tensor([[4, 2], [0, 0], [1, 3]])
     bits = torch.tensor([[0b01, 0b11]] * 3)
     meta = tree_attention(torch.tensor([3, 99, -1]), torch.tensor([1, 0, 0]), torch.tensor([0, 1]), bits, 2, tables, PAGE)
@@ -245,8 +245,8 @@ def test_trees_too_wide_for_the_mask_are_refused():
         check_shape(TreeShape(16, 63), 6)
 
 
-def test_nothing_depends_on_values():
-    """Tensors without values: whatever looks at one, or whose shape depends on one, fails. A CUDA graph needs the same."""
+def test_no_operation_depends_on_tensor_values():
+    """On meta tensors any operation that reads a value fails, or has a shape that depends on one. CUDA graphs require this."""
     with torch.device("meta"):
         batch, width, depth, size = 3, 4, 3, 8
         shape, starts, active = (
@@ -275,7 +275,7 @@ def test_nothing_depends_on_values():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_a_recorded_graph_gives_what_eager_calls_give():
+def test_a_captured_graph_equals_eager_calls():
     batch, width, depth, vocab, size = 3, 4, 3, 50, 8
     shape = TreeShape(width, 10)
     count = shape.num_nodes(depth, vocab)
@@ -318,9 +318,9 @@ def test_a_recorded_graph_gives_what_eager_calls_give():
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        recorded = run()
+        captured = run()
     for _ in range(3):
         logits.normal_(generator=generator)
         chosen.random_(0, vocab, generator=generator)
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(recorded, run(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(captured, run(), strict=True))
