@@ -1,4 +1,4 @@
-"""Drafters that know the answer, to exercise acceptance at every depth."""
+"""An oracle drafter that knows the answers, to exercise acceptance at every depth, and engines and batches for tests."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ CPU = EngineConfig(device="cpu", dtype="float32", max_model_len=256, max_num_seq
 
 
 class OracleSpeculator:
-    """Drafts the true continuation: all of it (a perfect drafter), or with a wrong token after `reach(length)` right ones.
+    """Drafts the true continuation, or, with `reach`, `reach(length)` correct tokens and then a wrong one.
 
-    As a tree, each true token gets a wrong sibling before it. `inner` is a real drafter that runs along and is kept in sync.
+    `tree`: each correct token has a wrong sibling before it. `inner`: a real drafter that runs alongside and stays in sync.
     """
 
     lookahead = 16
@@ -89,7 +89,7 @@ def run(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> lis
 
 
 def engine_with(decoder: Decoder, drafter, config: EngineConfig = CPU, **settings) -> Engine:
-    """An engine around a ready-made drafter object, or around what `Speculation` describes, drafting as deep as it says."""
+    """An engine with a fixed depth. `drafter`: a drafter object, or a `Speculation` to build one from."""
     if isinstance(drafter, Speculation):
         return build_engine(decoder, drafter.fixed_depth(), config)
     return eager_engine(decoder, drafter, SpeculationController(drafter.depth.limit), config, **settings)
@@ -107,7 +107,7 @@ def eager_engine(
 
 
 def record_drafts(engine: Engine) -> list[tuple[Request, list[int], Draft]]:
-    """Every draft that is verified from now on: the request, its text at that time, the draft."""
+    """Returns a list that collects every draft verified from now on: the request, its tokens at that time, the draft."""
     drafts: list[tuple[Request, list[int], Draft]] = []
     run_target = engine.executor.run_target
 
@@ -120,7 +120,7 @@ def record_drafts(engine: Engine) -> list[tuple[Request, list[int], Draft]]:
 
 
 def captured_answers(decoder: Decoder, config: EngineConfig, drafter=None, depth: int = 1, *, capture: bool) -> AnswerGenerator:
-    """Offline answers by the captured executor; without `capture` its functions run eagerly."""
+    """An offline generator on the captured executor; without `capture` its functions run eagerly."""
     speculation = Speculation(drafter, depth).fixed_depth()
     engine = build_engine(decoder, speculation, config, capture=None if capture else False, admission=OfflineRefill())
     return AnswerGenerator(engine)
@@ -129,7 +129,7 @@ def captured_answers(decoder: Decoder, config: EngineConfig, drafter=None, depth
 def make_batch(
     decoder: Decoder, config: EngineConfig, drafter: EagleDrafter | None = None, *, capture: bool = False, max_depth: int = 16
 ) -> DeviceBatch:
-    """A batch with caches of its own, drafting a chain with `drafter`."""
+    """A batch with its own KV caches that drafts chains with `drafter`."""
     lookahead = 0 if drafter is None else max_depth + 1
     tokens = max(config.kv_cache_tokens, config.max_model_len + lookahead)
     pool = PagePool(-(-tokens // config.page_size), config.page_size)
@@ -149,7 +149,7 @@ def pages_for(batch: DeviceBatch, length: int, limit: int) -> int:
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution that sampling must have: temperature, min-p, top-k and top-p. Not for temperature 0."""
+    """The reference sampling distribution after temperature, min-p, top-k and top-p. Temperature must not be 0."""
     probs = torch.softmax(logits.float() / params.temperature, -1)
     keep = None
     if params.min_p > 0:
@@ -162,8 +162,8 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         probs = probs / probs.sum(-1, keepdim=True)
     if params.top_p < 1:
         ordered, order = torch.sort(probs, dim=-1, descending=True, stable=True)
-        cut = ordered.cumsum(-1) - ordered >= params.top_p  # the mass ahead of each token
-        cut[..., 0] = False  # the likeliest always stays: in fp32 the smallest top_p are 0
+        cut = ordered.cumsum(-1) - ordered >= params.top_p  # the cumulative probability before each token
+        cut[..., 0] = False  # always keep the most probable token: the smallest top_p values are 0 in fp32
         ordered = ordered.masked_fill(cut, 0)
         probs = torch.zeros_like(probs).scatter(-1, order, ordered)
         probs = probs / probs.sum(-1, keepdim=True)

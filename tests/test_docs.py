@@ -1,4 +1,4 @@
-"""The documents: links lead somewhere, code is real, all flags and recipe keys are there, and the site builds strictly."""
+"""The documents: links resolve, code and commands are valid, all flags and recipe keys are listed, the site builds strictly."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COMMANDS = references.commands()
 
 
 def blocks(*kinds: str) -> Iterator[tuple[str, str]]:
-    """(page, code) of all fenced blocks of these kinds."""
+    """Yields (page, code) for all fenced blocks of these kinds."""
     for page, text in TEXTS.items():
         for indent, kind, code in FENCE.findall(text):
             if kind in kinds:
@@ -49,7 +49,7 @@ def prose(text: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of a Markdown file's headings, as GitHub and mkdocs make them; an included file's too."""
+    """The heading anchors of a Markdown file and the files it includes, as GitHub and mkdocs generate them."""
     text = page.read_text(encoding="utf-8")
     for path in re.findall(r"<!-- include:([\w./-]+) -->", text):
         text += (ROOT / path).read_text(encoding="utf-8")
@@ -58,7 +58,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", TEXTS)
-def test_links_lead_somewhere(page: str):
+def test_links_resolve(page: str):
     for target in LINK.findall(prose(TEXTS[page])):
         if re.match(r"[a-z]+:", target):
             continue
@@ -70,7 +70,7 @@ def test_links_lead_somewhere(page: str):
 
 
 def command_lines() -> Iterator[tuple[str, str]]:
-    """Commands in shell blocks, in what was copied from a terminal, and in `code` within sentences."""
+    """Yields (page, command) from shell blocks, terminal output (lines that start with `$ `) and inline code."""
     for page, code in blocks("bash", "sh", ""):
         for line in code.replace("\\\n", " ").splitlines():
             if line.strip() and not line.lstrip().startswith("#"):
@@ -114,7 +114,7 @@ def test_fledge_commands_and_flags_exist():
         assert command in COMMANDS, f"{page}: `fledge {command}` does not exist"
         if "vllm" in rest and "--engine" in rest:
             continue  # vLLM's own flags follow
-        refused = "--tensor-parallel-size" in rest  # shown with its refusal
+        refused = "--tensor-parallel-size" in rest  # the page shows the error message for this flag
         for word in rest:
             flag = word.split("=")[0].split(".")[0]
             if re.fullmatch(r"--?[a-z][\w-]*", flag) and not refused:
@@ -148,7 +148,7 @@ def test_make_targets_and_scripts_exist():
 
 @pytest.mark.parametrize(("page", "code"), list(blocks("python")))
 def test_python_blocks_resolve(page: str, code: str):
-    """Every import is there, and what is imported takes the keywords it is given."""
+    """Every import exists, and the imported callables accept the keywords they are given."""
     tree = ast.parse(code.replace("...\n", "pass\n"))
     names: dict[str, object] = {}
     for node in ast.walk(tree):
@@ -184,7 +184,7 @@ def test_yaml_blocks_have_keys_of_recipes(page: str, code: str):
 
 
 def recipe_keys() -> Iterator[str]:
-    """Of the classes that read recipes: not by way of the reference that is tested."""
+    """Yields all recipe keys from the recipe classes, not from the generated reference, which is what is tested."""
     from fledge.training.recipe import Recipe
 
     def walk(section: type, place: str) -> Iterator[str]:
@@ -214,11 +214,11 @@ def test_every_flag_is_documented():
         missing = known_flags(command) - set(documented) - {"--help", "-h"}
         assert not missing, f"fledge {command}: {missing}"
         silent = {name for name, row in documented.items() if not row.rstrip(" |").split(" | ")[2:]}
-        assert not silent, f"fledge {command}: no words on {silent}"
+        assert not silent, f"fledge {command}: no description of {silent}"
 
 
 def test_every_limit_is_in_one_table():
-    """Of the page as it lies in the repository. Limits are flags that bear such a name, or are in `Limits`."""
+    """Checks the page in the repository. Limits are flags named `--max-…` or `--…-timeout`, and the fields of `Limits`."""
     from fledge.serving.limits import Limits
 
     section = TEXTS["docs/serving.md"].split("## Limits")[1].split("\n## ")[0]

@@ -1,4 +1,4 @@
-"""Every example runs as written, on tiny models. The notebook's cells run in order in one process, without Jupyter."""
+"""Every example runs unmodified on tiny models. The notebook's cells run in order in one process, without Jupyter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(*words: object, **environment: object) -> str:
     return done.stdout
 
 
-def test_all_are_tested():
+def test_every_example_has_a_test():
     tested = {"offline_generation.py", "openai_client.py", "custom_drafter.py", "drift_plot.py", "tour.ipynb", "README.md"}
     assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == tested
     listed = (EXAMPLES / "README.md").read_text()
@@ -60,7 +60,7 @@ def test_openai_client(model):
 
 
 def test_custom_drafter(tmp_path):
-    toy.make(tmp_path / "toy", num_answers=1, steps=60)  # a target that has learnt less, sooner
+    toy.make(tmp_path / "toy", num_answers=1, steps=60)  # fewer training steps: a weaker target, but faster
     out = run(EXAMPLES / "custom_drafter.py", "--out", tmp_path, "--hours", 0.001, "--device", "cpu")
     assert f"drafter: {tmp_path / 'drafter'}; acceptance length by depth: " in out
     assert ast.literal_eval(out.splitlines()[-1])["steps"] > 0

@@ -1,4 +1,4 @@
-"""Measured figures come from `benchmarks/results/`: blocks are up to date, and nobody wrote a figure beside them by hand."""
+"""Measured figures come from `benchmarks/results/`: generated blocks are up to date, and no figure is written by hand."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ MEASURED = re.compile(
     rf"|acceptance (?:length )?(?:of |is |was )?(?P<length>\d\.\d+)|(?P<share>\d+) of (?P<of>\d+)\b)"
 )
 
-# Numbers with a unit that are no measurement of ours. Kind: `setting` (a default or a limit in the code), `published` (others'
-# figures, with their source on the page), `sum` (arithmetic that the page shows). Whoever adds one says which it is.
+# Numbers with a unit that we did not measure. Every entry states its kind: `setting` (a default or a limit in the code),
+# `published` (figures of others, with their source on the page) or `sum` (arithmetic that the page shows).
 STATED: dict[str, dict[str, str]] = {
     "docs/learn.md": {"28 bytes": "sum"},
 }
-# Written from result files, words included: a test below holds it to them.
+# Pages generated in full from result files; a test below checks that they are up to date.
 WRITTEN = {"docs/drift-study.md"}
-# Notes on runs: a figure there has to be a value of one of the result files that the page names.
+# Notes on runs: every figure must be a value in one of the result files that the page names.
 NOTES = {"docs/drift-lab.md"}
 
 
@@ -50,7 +50,7 @@ def measured(text: str) -> list[str]:
 
 
 def values(page: str) -> set[float]:
-    """All numbers in the result files that a page names, and in the sentences within them."""
+    """All numbers in the result files that a page names, including those inside their strings."""
     found: set[float] = set()
 
     def walk(value: object) -> None:
@@ -73,7 +73,7 @@ def values(page: str) -> set[float]:
 
 
 def is_value(written: str, known: set[float]) -> bool:
-    """Is it one of the values, as a share or in thousands too, rounded to what is written?"""
+    """Whether the written number is one of the values, rounded; also as a percentage, in thousands or in millions."""
     number = float(written.replace(",", "").replace("−", "-"))
     digits = len(written.split(".")[1]) if "." in written else 0
     half = 0.5 * 10**-digits
@@ -86,8 +86,8 @@ def test_make_figures_changes_nothing():
     assert [str(path.relative_to(ROOT)) for path in figures.stale()] == []
 
 
-def test_an_edited_figure_is_put_right():
-    """What the test above compares is not the page with itself."""
+def test_edited_figure_is_restored():
+    """Shows that the test above can fail: a changed figure differs from the generated page."""
     text = PAGES["README.md"]
     edited = re.sub(r"(figures:results -->.*?)345", r"\g<1>999", text, flags=re.DOTALL)
     changed = edited if edited != text else text.replace("| llama.cpp", "| llama.cpp 1")
@@ -95,7 +95,7 @@ def test_an_edited_figure_is_put_right():
     assert figures.filled(changed) == figures.filled(text) == text
 
 
-def test_the_drift_study_is_what_its_program_writes():
+def test_drift_study_page_equals_generated_page():
     from benchmarks import drift_page as study
     from benchmarks.drift_study import TRAINED_ALIKE, ablation_of
 
@@ -152,7 +152,7 @@ def test_figures_of_notes_are_values_of_result_files(page: str):
         ("2 to 3 times as fast", "2 to 3 times as"),
     ],
 )
-def test_a_figure_in_prose_is_seen(text: str, figure: str):
+def test_figure_in_prose_is_found(text: str, figure: str):
     assert measured(text) == [figure]
 
 

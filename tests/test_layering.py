@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent / "fledge"
 
-# What each room may import, besides itself and the top-level modules below.
+# What each package may import, besides itself and the top-level modules below.
 ALLOWED = {
     "kernels": set(),
     "ops": {"kernels"},
@@ -53,13 +53,13 @@ def imported(path: Path) -> set[str]:
 
 def test_imports_point_down():
     wrong = []
-    for room, below in ALLOWED.items():
-        may = below | {room} | BELOW_ALL | (ABOVE_ENGINE if "engine" in below else set())
-        for path in sorted((ROOT / room).rglob("*.py")):
+    for package, below in ALLOWED.items():
+        may = below | {package} | BELOW_ALL | (ABOVE_ENGINE if "engine" in below else set())
+        for path in sorted((ROOT / package).rglob("*.py")):
             wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in sorted(imported(path) - may)]
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_room_is_listed():
-    rooms = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("__")}
-    assert rooms - {"cli"} == set(ALLOWED)
+def test_every_package_is_listed():
+    packages = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith("__")}
+    assert packages - {"cli"} == set(ALLOWED)

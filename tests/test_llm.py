@@ -1,4 +1,4 @@
-"""`LLM`: several streams at once, and what becomes of a request that fails."""
+"""`LLM`: several streams at once, and requests that fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def llm(tmp_path_factory) -> LLM:
     return LLM(str(folder), "ngram", device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, threads=1)
 
 
-def test_streams_that_are_read_in_turns_get_all_of_their_text(llm):
+def test_interleaved_streams_get_their_full_text(llm):
     wanted = llm.generate(PROMPTS, PARAMS)
     streams = [llm.stream(prompt, PARAMS) for prompt in PROMPTS]
     found: list[list[int]] = [[], []]
@@ -35,7 +35,7 @@ def test_streams_that_are_read_in_turns_get_all_of_their_text(llm):
     assert not llm.engine.has_unfinished()
 
 
-def test_a_callback_sees_the_answers_of_its_own_call(llm):
+def test_callback_gets_only_deltas_of_its_own_call(llm):
     other, seen = llm.stream(PROMPTS[0], PARAMS), []
     next(other)
     answer = llm.generate([PROMPTS[1]], PARAMS, on_delta=seen.append)[0]
@@ -50,7 +50,7 @@ def broken(tokens: Sequence[int], logits: Tensor) -> Tensor:
     return logits
 
 
-def test_a_failure_is_told(llm):
+def test_failed_request_reports_its_error(llm):
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, logits_processors=[broken])
     failed, whole = llm.generate(PROMPTS, [params, PARAMS])
     assert (failed.finish_reason, failed.error) == ("error", "ValueError: a broken processor")

@@ -1,4 +1,4 @@
-"""What is released: the wheel and the source distribution hold the package and nothing else; the Dockerfiles are clean."""
+"""Release files: the wheel and the source distribution contain only the package; the Dockerfiles pass their checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DOCKERFILES = ["Dockerfile", "Dockerfile.cuda"]
 
 
 def source_files() -> set[str]:
-    """The package's files as the repository has them."""
+    """The package's files in the repository."""
     return {
         str(path.relative_to(ROOT))
         for path in (ROOT / "fledge").rglob("*")
@@ -30,7 +30,7 @@ def source_files() -> set[str]:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory) -> Path:
-    """`make dist`, on a copy: building leaves files behind."""
+    """The output of `make dist`, run on a copy because building leaves files behind."""
     copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("dist")
     skipped = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "runs", "carry", "results", "site")
     shutil.copytree(ROOT, copy, dirs_exist_ok=True, ignore=skipped)
@@ -50,7 +50,7 @@ def test_the_wheel_is_the_package(dist):
     assert "fledge = fledge.cli.main:main" in zipfile.ZipFile(wheel).read(entry).decode()
 
 
-def test_the_source_distribution_is_the_package_and_what_builds_it(dist):
+def test_source_distribution_has_package_and_build_files(dist):
     (archive,) = dist.glob("*.tar.gz")
     with tarfile.open(archive) as file:
         names = {member.name.split("/", 1)[1] for member in file.getmembers() if member.isfile()}
@@ -74,8 +74,8 @@ print(json.dumps({
 """
 
 
-def test_the_wheel_works_where_there_is_no_makefile(dist, tmp_path):
-    """Installed without its dependencies; those are this environment's."""
+def test_wheel_works_outside_the_repository(dist, tmp_path):
+    """Installs only the wheel; its dependencies come from this environment."""
     (wheel,) = dist.glob("*.whl")
     site = tmp_path / "site"
     install = ["install", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check", "--target", str(site)]
@@ -108,7 +108,7 @@ def test_hadolint(name):
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_images(name):
-    """Not root, a health check, and a server that can be reached from outside the container."""
+    """Images do not run as root, have a health check, and their server is reachable from outside the container."""
     text = (ROOT / name).read_text()
     instructions = dict(re.findall(r"^([A-Z]+) (.*?)$", text.replace("\\\n", " "), re.MULTILINE))
     assert instructions["USER"] == "1000"

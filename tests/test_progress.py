@@ -1,4 +1,4 @@
-"""Progress on standard error: bars on a terminal, a plain line now and then elsewhere."""
+"""Progress on standard error: bars on a terminal, occasional plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_rate_and_remaining_time(clock):
     assert progress.task("x", 3).state() == "0 of 3"
 
 
-def test_bytes_and_seconds_are_written_as_such(clock):
+def test_bytes_and_seconds_have_their_own_format(clock):
     task = progress.task("fetching", 92_000_000, "bytes")
     clock.now += 2
     task.update(46_000_000)
@@ -44,7 +44,7 @@ def test_bytes_and_seconds_are_written_as_such(clock):
     assert task.state() == "10:00 of 2:00:00, 1:50:00 left"
 
 
-def test_slow_rates_are_by_the_minute_or_hour(clock):
+def test_slow_rates_are_per_minute_or_hour(clock):
     task = progress.task("trials", 10)
     clock.now += 60
     task.update(3)
@@ -53,7 +53,7 @@ def test_slow_rates_are_by_the_minute_or_hour(clock):
     assert ", 3.0/h, " in task.state()
 
 
-def test_another_total_starts_the_rate_anew(clock):
+def test_new_total_restarts_the_rate(clock):
     task = progress.task("reading", unit="prompts")
     assert task.state() == "0:00"
     clock.now += 30
@@ -75,7 +75,7 @@ def test_plain_lines_become_rarer(clock, capsys):
     assert [line.split()[2] for line in lines] == ["10", "30", "70", "130", "190"]
 
 
-def test_a_short_task_says_nothing(capsys):
+def test_short_task_prints_nothing(capsys):
     assert list(progress.track([1, 2, 3], "loading", "tensors")) == [1, 2, 3]
     assert capsys.readouterr() == ("", "")
 
@@ -100,8 +100,8 @@ def test_a_terminal_shows_a_bar_and_standard_output_stays_clean():
     with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=child, env=env) as ran:
         os.close(child)
         said = b""
-        with contextlib.suppress(OSError):  # the end of a terminal that nobody writes to any more
-            while part := os.read(parent, 1 << 16):  # all the while: what it holds is limited
+        with contextlib.suppress(OSError):  # raised at the end of the output
+            while part := os.read(parent, 1 << 16):  # read continuously: the terminal's buffer is limited
                 said += part
         output = ran.stdout.read()
     os.close(parent)

@@ -1,4 +1,4 @@
-"""Files that hosts and tools read: the workflow, pre-commit, issue templates and the citation agree with the project."""
+"""The CI workflow, pre-commit configuration, issue templates, citation and changelog agree with the project."""
 
 from __future__ import annotations
 

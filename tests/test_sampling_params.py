@@ -1,4 +1,4 @@
-"""Parameters that make no sense are refused by name; those that nearly do are safe."""
+"""Invalid sampling parameters are refused by name; extreme but valid ones are handled."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def test_a_single_stop_string_is_a_list_of_one():
         ({"stop_token_ids": [-1]}, "-1"),
         ({"logit_bias": {50: 1.0}}, "50"),
         ({"stop_token_ids": list(range(50)), "min_tokens": 1, "temperature": 0.8}, "every token"),
-        ({"stop_token_ids": list(range(49)), "min_tokens": 1}, "every token"),  # with the end token, which is 49
+        ({"stop_token_ids": list(range(49)), "min_tokens": 1}, "every token"),  # together with the end token, 49
     ],
 )
-def test_what_the_vocabulary_cannot_follow_is_refused(given, word):
+def test_settings_that_do_not_fit_the_vocabulary_are_refused(given, word):
     with pytest.raises(RequestError, match=word):
         check_params(SamplingParams(max_tokens=4, **given), 50, [49])
 
 
-def test_what_it_can_follow_is_not():
+def test_settings_that_fit_the_vocabulary_are_accepted():
     check_params(SamplingParams(max_tokens=4, min_tokens=1, stop_token_ids=list(range(49)), ignore_eos=True), 50, [49])
     check_params(SamplingParams(stop_token_ids=list(range(50))), 50)
 
@@ -87,7 +87,7 @@ def test_wrong_types_are_refused(given):
         SamplingParams(**given)
 
 
-def test_answers_share_what_was_checked():
+def test_params_of_each_answer_share_checked_values():
     params = SamplingParams(logit_bias={3: 1.0}, stop=["a"])
     other = params.for_answer(7, ())
     assert (other.seed, params.seed) == (7, None)

@@ -1,4 +1,4 @@
-"""Names become folders: once fetched or converted, kept whole; interrupted or wrong, not kept at all."""
+"""Model names resolve to folders: complete downloads and conversions are cached, interrupted or wrong ones are not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gguf_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def built_in(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> sources.BuiltIn:
-    """A built-in model whose wheel pip finds in a folder, by the user's own setting."""
+    """A built-in model whose wheel pip finds in a local folder, through pip's environment variables."""
     shelf = tmp_path / "shelf"
     shelf.mkdir()
     info = "tiny_model-1.0.dist-info"
@@ -55,7 +55,7 @@ def built_in(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def contents(cache: Path) -> list[str]:
-    """All files but the locks."""
+    """All cached files except locks."""
     files = (path.relative_to(cache) for path in cache.rglob("*") if path.is_file())
     return sorted(str(file) for file in files if file.parts[0] != "locks")
 
@@ -64,7 +64,7 @@ def no_pip(*_: object, **__: object) -> None:
     raise AssertionError("pip was called")
 
 
-def test_a_folder_is_itself(tmp_path: Path) -> None:
+def test_model_folder_resolves_to_itself(tmp_path: Path) -> None:
     folder = save_decoder(tiny_decoder(), tmp_path / "model")
     assert sources.resolve(folder) == sources.resolve(str(folder)) == folder
 
@@ -90,7 +90,7 @@ def test_a_gguf_file_is_converted_once(gguf_file: Path, cache: Path, monkeypatch
     assert_same_weights(load_decoder(again), tiny_decoder(seed=5, vocab_size=VOCAB))
 
 
-def test_a_gguf_file_is_found_as_it_is(
+def test_find_returns_gguf_file_unconverted(
     gguf_file: Path, built_in: sources.BuiltIn, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert sources.find(gguf_file) == gguf_file
@@ -102,7 +102,7 @@ def test_a_gguf_file_is_found_as_it_is(
     assert sources.find("tiny") == file
     folder = sources.resolve("tiny")
     file.unlink()
-    assert sources.find("tiny") == folder  # rather than fetch it again
+    assert sources.find("tiny") == folder  # used instead of a new download
 
 
 def test_a_failed_conversion_leaves_nothing(gguf_file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def test_a_failed_conversion_leaves_nothing(gguf_file: Path, cache: Path, monkey
     assert contents(cache) == []
 
 
-def test_what_a_killed_process_left_is_cleared(gguf_file: Path, cache: Path) -> None:
+def test_leftovers_of_killed_process_are_removed(gguf_file: Path, cache: Path) -> None:
     folder = sources.resolve(gguf_file)
     left = cache / "partial" / folder.name
     folder.rename(left)
@@ -145,7 +145,7 @@ def test_a_built_in_model(built_in: sources.BuiltIn, cache: Path, monkeypatch: p
     assert sources.resolve("tiny") == folder
 
 
-def test_a_new_converter_needs_no_network(built_in: sources.BuiltIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_converter_version_needs_no_download(built_in: sources.BuiltIn, monkeypatch: pytest.MonkeyPatch) -> None:
     first = sources.resolve("tiny")
     monkeypatch.setattr(subprocess, "Popen", no_pip)
     monkeypatch.setattr(sources, "CONVERTER_VERSION", sources.CONVERTER_VERSION + 1)
@@ -157,7 +157,7 @@ def test_standard_output_stays_clean(built_in: sources.BuiltIn, capfd: pytest.Ca
     assert capfd.readouterr().out == ""
 
 
-def test_other_weights_than_expected(built_in: sources.BuiltIn, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_checksum_is_refused(built_in: sources.BuiltIn, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = sources.BuiltIn("tiny", "", "", "tiny-model", "1.0", "0" * 64, 1)
     monkeypatch.setitem(sources.BUILT_INS, "tiny", other)
     with pytest.raises(ModelError, match=f"SHA-256 .* is {built_in.sha256}, expected {other.sha256}"):
@@ -193,11 +193,11 @@ def test_an_interrupted_download_leaves_nothing(
     monkeypatch.setattr(sources.time, "sleep", interrupt)
     with pytest.raises(KeyboardInterrupt):
         sources.resolve("tiny")
-    assert started[0].poll() is not None  # pip does not go on by itself
+    assert started[0].poll() is not None  # pip does not keep running
     assert contents(cache) == []
 
 
-def test_two_at_once(built_in: sources.BuiltIn, cache: Path) -> None:
+def test_two_processes_resolve_at_once(built_in: sources.BuiltIn, cache: Path) -> None:
     code = "from fledge import sources as s; import sys; s.BUILT_INS['tiny'] = eval('s.' + sys.argv[1]); "
     code += "print(s.resolve('tiny'))"
     command = [sys.executable, "-c", code, repr(built_in)]
@@ -210,7 +210,7 @@ def test_two_at_once(built_in: sources.BuiltIn, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["smollm", "SmolLM2-135M", "smollm2"])
-def test_a_near_miss(name: str) -> None:
+def test_similar_name_is_suggested(name: str) -> None:
     with pytest.raises(ModelError, match=r"Did you mean smollm2-135m\?.*a hub id"):
         sources.resolve(name)
 

@@ -25,7 +25,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module", params=["byte-level", "sentencepiece"])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
-    """Through transformers, and straight from the file."""
+    """The same tokenizer loaded by transformers, and directly from the GGUF file."""
     folder = tmp_path_factory.mktemp(request.param)
     metadata = sentencepiece_metadata() if request.param == "sentencepiece" else None
     file = write_gguf(folder / "tiny.gguf", tiny_decoder(vocab_size=288), "llama", metadata=metadata)
@@ -38,7 +38,7 @@ def tokenizer(request: pytest.FixtureRequest, both: tuple[Tokenizer, Tokenizer])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_straight_from_the_file_is_the_same(both: tuple[Tokenizer, Tokenizer], seed: int) -> None:
+def test_tokenizer_from_gguf_equals_transformers(both: tuple[Tokenizer, Tokenizer], seed: int) -> None:
     theirs, ours = both
     rng = random.Random(seed)
     text = "".join(rng.choices([*LETTERS, "<|im_start|>", "<s>", "<think>"], k=60))
@@ -66,7 +66,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>", "
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_templates_render_as_by_transformers(both: tuple[Tokenizer, Tokenizer], template: str) -> None:
+def test_templates_render_as_in_transformers(both: tuple[Tokenizer, Tokenizer], template: str) -> None:
     theirs, ours = both
     talk = [*HELLO, {"role": "assistant", "content": " well ", "thinking": "hm"}, {"role": "user", "content": "é\n ?  "}]
     for options in ({}, {"add_generation_prompt": False}, {"tools": TOOLS}, {"mood": 1}, {"continue_final_message": True}):
@@ -79,8 +79,8 @@ def test_templates_render_as_by_transformers(both: tuple[Tokenizer, Tokenizer], 
         assert results[0] == results[1]
 
 
-def test_a_template_beside_the_tokenizer(tmp_path: Path) -> None:
-    """Gemma 3's and Mistral 3's processors keep it in a file of their own."""
+def test_chat_template_in_separate_file(tmp_path: Path) -> None:
+    """The processors of Gemma 3 and Mistral 3 store the chat template in a separate file."""
     toy.save_tokenizer(tmp_path)
     template = Tokenizer(tmp_path).chat_template
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
@@ -112,14 +112,14 @@ def test_a_template_stays_in_its_sandbox(both: tuple[Tokenizer, Tokenizer]) -> N
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_pieces_make_the_text(tokenizer: Tokenizer, seed: int) -> None:
-    """Fed one by one or several at once, with marks between that are not shown."""
+def test_streamed_pieces_add_up_to_the_text(tokenizer: Tokenizer, seed: int) -> None:
+    """Streamed pieces add up to the whole text, fed one token or several at a time, with hidden special tokens between."""
     rng = random.Random(seed)
     text = "".join(rng.choices(LETTERS, k=60))
     ids = tokenizer.encode(text)
     for _ in range(3):
         ids.insert(rng.randrange(len(ids)), 1)
-    # A mark in the middle of a character breaks the character; the reference is what decoding the whole gives.
+    # A special token inside a character's bytes breaks that character, so compare with decoding all ids at once.
     decoder, pieces, at = IncrementalDecoder(tokenizer), [], 0
     while at < len(ids):
         step = rng.choice([1, 1, 1, 2, 5])
@@ -127,14 +127,14 @@ def test_pieces_make_the_text(tokenizer: Tokenizer, seed: int) -> None:
         at += step
     pieces.append(decoder.flush())
     assert "".join(pieces) == tokenizer.decode(ids)
-    assert len([piece for piece in pieces if piece]) > 10  # it streams
+    assert len([piece for piece in pieces if piece]) > 10  # most tokens produce text at once
 
 
-def test_text_comes_back(tokenizer: Tokenizer) -> None:
+def test_encode_decode_round_trip(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(LETTERS)) == LETTERS
 
 
-def test_half_a_character_is_held_back(tokenizer: Tokenizer) -> None:
+def test_incomplete_character_is_held_back(tokenizer: Tokenizer) -> None:
     before, *character = tokenizer.encode("h🎉", add_special_tokens=False)[-5:]
     decoder = IncrementalDecoder(tokenizer)
     assert decoder.feed(before) == "h"
@@ -142,14 +142,14 @@ def test_half_a_character_is_held_back(tokenizer: Tokenizer) -> None:
     assert decoder.flush() == ""
 
 
-def test_flush_shows_what_never_became_a_character(tokenizer: Tokenizer) -> None:
+def test_flush_shows_incomplete_character_as_replacement(tokenizer: Tokenizer) -> None:
     decoder = IncrementalDecoder(tokenizer)
     assert decoder.feed(tokenizer.encode("🎉", add_special_tokens=False)[-4:-2]) == ""
     assert set(decoder.flush()) == {"\ufffd"}
     assert decoder.flush() == ""
 
 
-def test_marks_are_shown_on_demand(tokenizer: Tokenizer) -> None:
+def test_special_tokens_are_shown_on_demand(tokenizer: Tokenizer) -> None:
     assert IncrementalDecoder(tokenizer).feed([1]) == ""
     assert IncrementalDecoder(tokenizer, skip_special_tokens=False).feed([1]) == tokenizer.token(1)
 
@@ -163,7 +163,7 @@ def test_chat_options(tokenizer: Tokenizer) -> None:
     assert ids == tokenizer.encode("hello>", add_special_tokens=False)
 
 
-def test_a_template_that_refuses(tokenizer: Tokenizer) -> None:
+def test_template_error_is_reported(tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestError, match="refuses these messages: roles must alternate"):
         tokenizer.render_chat(HELLO, chat_template="{{ raise_exception('roles must alternate') }}")
 
@@ -186,7 +186,7 @@ def test_damaged_tokenizer(tmp_path: Path) -> None:
 
 
 class WordTokenizer:
-    """A word after a space is another token than the word alone; long words are two tokens."""
+    """A word with a leading space has other tokens than the word alone; long words are two tokens."""
 
     ids = MappingProxyType({"cat": [1], " cat": [2], "zebra": [3, 4], " zebra": [5, 4], "12": [6, 7], " 12": [8, 6, 7]})
 
@@ -197,14 +197,14 @@ class WordTokenizer:
 
 def test_bad_words_with_and_without_a_space() -> None:
     words = bad_word_token_ids(WordTokenizer(), ["cat", " zebra", "12"])
-    # A space that is a token of its own changes nothing: what follows it is banned already.
+    # The variant with a separate space token adds nothing: the tokens after the space are banned already.
     assert words == [[1], [2], [3, 4], [5, 4], [6, 7]]
 
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_table_of_bytes_gives_the_text_of_the_whole(tokenizer: Tokenizer, seed: int, skip_special_tokens: bool) -> None:
-    """Any ids: those that break characters, marks, and ids beyond the tokenizer's. Other tokenizers have no table."""
+def test_byte_table_decoder_equals_decoding_at_once(tokenizer: Tokenizer, seed: int, skip_special_tokens: bool) -> None:
+    """Also for ids that break characters, special tokens and ids out of range. Only byte-level tokenizers have the table."""
     decoder = tokenizer.incremental_decoder(skip_special_tokens)
     if any("\u2581" in token for token in tokenizer.tokens(tokenizer.encode("a b"))):  # sentencepiece
         assert isinstance(decoder, IncrementalDecoder)

@@ -1,4 +1,4 @@
-"""Tiny random networks for tests: small enough for milliseconds, wild enough that greedy output is varied."""
+"""Tiny random networks for tests: they run in milliseconds, and their weights are large enough for varied greedy output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fledge.models.drafter import EagleDrafter
 from fledge.models.layers import RMSNorm
 
 FULL_ROPE = RopeConfig(original_max_positions=512)
-# What sets the families apart, at the size of the tiny model; layer 1 of the experts' has a plain MLP.
+# Each family's settings, scaled to the tiny model. In two of the MoE families layer 1 has a plain MLP.
 FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen2ForCausalLM": {"qkv_bias": True},
     "Qwen3ForCausalLM": {"qk_norm": True},
@@ -101,7 +101,7 @@ def tiny_drafter(config: DrafterConfig | None = None, seed: int = 1) -> EagleDra
 
 @torch.no_grad()
 def _randomised(network: nn.Module, seed: int) -> nn.Module:
-    """Weights far larger than a trained model's, so that the gap between the two best tokens is comfortable."""
+    """Fills a network with weights much larger than trained ones, so that the two best logits are clearly apart."""
     generator = torch.Generator().manual_seed(seed)
 
     def fill(parameter: nn.Parameter, mean: float, std: float) -> None:

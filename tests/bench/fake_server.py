@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server without a model, right in every respect, or wrong in the ways that it is told."""
+"""An OpenAI-compatible server without a model: correct, or with the given faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CITY = {"city": "Rome", "note": "warm", "days": 3, "coastal": False, "seasons": 
 
 
 class FakeServer:
-    """`faults` name what it does wrong; see the tests for what each must be found as."""
+    """`faults`: names of the faults; the tests state which check must find each one."""
 
     def __init__(self, *faults: str) -> None:
         self.faults, self.in_flight, self.drafts = set(faults), 0, 0

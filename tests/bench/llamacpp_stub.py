@@ -1,4 +1,4 @@
-"""llama-cpp-python for tests: as much of it as `llamacpp_script.py` calls. A token is followed by the next number."""
+"""A stub of llama-cpp-python with what `llamacpp_script.py` calls. Each next token is the last one plus 1."""
 
 import ctypes
 from pathlib import Path

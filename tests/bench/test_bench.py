@@ -1,4 +1,4 @@
-"""The benchmark on a tiny model: what is counted, compared and written."""
+"""The benchmark on a tiny model: counts, comparisons and output files."""
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def test_acceptance_by_every_definition():
     assert figures["by_category"]["y"]["acceptance_length_micro"] == 3
 
 
-def test_identical_says_where_answers_part():
+def test_identical_reports_the_first_difference():
     plain, other = (Run([turn([1, 2, 3], 1, 1), turn(tokens, 1, 1)], 1, 1, 1) for tokens in ([4, 5, 6], [4, 5, 7]))
     assert identical(plain, plain) == {"same": 2, "of": 2, "first_difference": None}
     assert identical(plain, other) == {"same": 1, "of": 2, "first_difference": {"item": "i", "turn": 1, "token": 2}}
 
 
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_conversations_go_on_with_their_own_answers(bench, concurrency):
+def test_conversations_continue_with_generated_answers(bench, concurrency):
     asked = []
 
     def encode(messages):
@@ -123,7 +123,7 @@ def test_matrix(bench, folders):
     assert figures["provenance"]["prompts_sha256"]
 
 
-def test_the_cache_is_as_large_as_the_data_needs(bench, folders):
+def test_kv_cache_is_sized_for_the_data(bench, folders):
     run = run_items(bench.plain, ITEMS, bench.encode, PARAMS, 3, speculate=False)
     longest = max(one.prompt_tokens + PARAMS.max_tokens for one in run.turns)
     assert longest <= bench.config.max_model_len < 2 * longest
@@ -179,7 +179,7 @@ def test_command(folders, tmp_path):
         (["--baseline", "transformers", "--assistant", "./no/such/model"], "no/such/model"),
     ],
 )
-def test_baselines_that_cannot_run_are_refused_before_anything_is_measured(folders, monkeypatch, arguments, said):
+def test_invalid_baselines_are_refused_before_measuring(folders, monkeypatch, arguments, said):
     monkeypatch.setattr("fledge.bench.matrix.Bench", None)
     result = CliRunner().invoke(command(), [str(folders / "model"), *arguments])
     assert isinstance(result.exception, UserError), result.exception
@@ -205,7 +205,7 @@ def test_bad_lists_are_refused(folders, option):
     assert option in str(result.exception)
 
 
-def test_transformers_writes_the_same(bench, folders):
+def test_transformers_gives_the_same_answers(bench, folders):
     cases = [Case("ngram", 3)]
     torch.manual_seed(0)
     (result,) = baselines(bench, cases, ITEMS, ["transformers"], [1], PARAMS)
@@ -217,8 +217,8 @@ def test_transformers_writes_the_same(bench, folders):
         assert 0 < run["first_token_seconds"] < run["seconds"]
 
 
-def test_assisted_generation_writes_the_same(folders, tmp_path):
-    """By the command, with another model of the same vocabulary; it is found as every model is."""
+def test_assisted_generation_gives_the_same_answers(folders, tmp_path):
+    """Runs the command with another model of the same vocabulary as assistant, which is resolved as every model is."""
     assistant = make_model(tmp_path / "assistant", seed=1)
     arguments = [folders / "model", "--drafter", "ngram", "--limit", 1, "--category", "qa", "--max-tokens", 8, "--depth", 2]
     arguments += ["--dtype", "float32", "--baseline", "transformers", "--assistant", assistant, "--out", tmp_path / "out"]
@@ -234,7 +234,7 @@ def test_assisted_generation_writes_the_same(folders, tmp_path):
         assert run["tokens_per_second_per_user"] > 0
 
 
-def test_an_engine_that_is_not_there_is_skipped_and_said(folders, tmp_path):
+def test_missing_engine_is_skipped_and_reported(folders, tmp_path):
     common = {"model": folders, "drafter": None, "depths": [3], "concurrencies": [1], "max_tokens": 4, "device": "cpu"}
     assert "cannot be run" in run_baseline("vllm", [[1]], **common, python=str(tmp_path / "nothing"))["skipped"]
     with pytest.raises(UserError, match="transformers, vllm"):
@@ -275,7 +275,7 @@ class LLM:
 """
 
 
-def test_vllm_is_driven_as_a_closed_loop(tmp_path, monkeypatch):
+def test_vllm_runs_in_a_closed_loop(tmp_path, monkeypatch):
     (tmp_path / "vllm.py").write_text(FAKE_VLLM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     prompts = [[5, 1], [6, 1], [7, 1]]
@@ -292,7 +292,7 @@ def test_vllm_is_driven_as_a_closed_loop(tmp_path, monkeypatch):
     assert [run["acceptance_length_micro"] for run in result["runs"]] == [None, None, 3, 3]
 
 
-def test_a_depth_is_kept_to_unless_the_case_is_adaptive(bench, folders):
+def test_depth_is_fixed_unless_adaptive(bench, folders):
     fixed, adaptive = (bench.engine(Case(str(folders / "drafter"), 3, adaptive=rule)).controller for rule in (False, True))
     assert (fixed.adaptive, fixed.guard) == (False, None)
     assert adaptive.adaptive
@@ -300,7 +300,7 @@ def test_a_depth_is_kept_to_unless_the_case_is_adaptive(bench, folders):
     assert Case("auto", 3, adaptive=True).label != Case("auto", 3).label
 
 
-def test_drafters_in_folders_of_the_same_name_are_told_apart(bench, tmp_path):
+def test_drafters_in_folders_of_the_same_name_get_different_labels(bench, tmp_path):
     for run, parts in (("a", {}), ("b", {"norm_output": True, "fc_norm": True})):
         save_drafter(tiny_drafter(tiny_drafter_config(bench.decoder.config, **parts)), tmp_path / run / "best")
     cases = [Case(str(tmp_path / run / "best"), depth) for run in ("a", "b", "a") for depth in (2, 3)]
@@ -311,7 +311,7 @@ def test_drafters_in_folders_of_the_same_name_are_told_apart(bench, tmp_path):
     assert [row["depth"] for row in rows] == [2, 3, 2, 3]
 
 
-def test_a_drafter_is_named_by_as_much_of_its_path_as_it_needs(tmp_path, monkeypatch):
+def test_drafter_name_is_the_shortest_unique_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     asked = ["x/a/best", "x/a/best/", "y/a/best", "x/last", "runs/ngram", "ngram", "auto"]
     assert list(drafter_names(asked).values()) == [
@@ -321,7 +321,7 @@ def test_a_drafter_is_named_by_as_much_of_its_path_as_it_needs(tmp_path, monkeyp
     assert Case("x/a/best", 3).label == "best, depth 3, chain"
 
 
-def test_vllm_runs_every_drafter_and_says_where_it_stopped(bench, folders, tmp_path, monkeypatch):
+def test_vllm_runs_every_drafter_and_reports_where_it_stopped(bench, folders, tmp_path, monkeypatch):
     (tmp_path / "vllm.py").write_text(FAKE_VLLM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     drafters = [tmp_path / "a" / "best", tmp_path / "b" / "best"]

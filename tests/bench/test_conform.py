@@ -1,4 +1,4 @@
-"""`fledge conform`: every check is seen to fail on a server that is wrong in just that, and to pass on one that is right."""
+"""`fledge conform`: every check fails on a server with exactly that fault, and passes on a correct server."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rows_of(*faults: str, switch: bool = True) -> dict[tuple[str, str], Row]:
     return {(row.scenario, row.check): row for row in asyncio.run(run())}
 
 
-def test_a_right_server_passes_in_every_row() -> None:
+def test_correct_server_passes_every_check() -> None:
     rows = rows_of()
     assert {row.status for row in rows.values()} == {PASS}, [row for row in rows.values() if row.status != PASS]
     assert len(rows) == 18 * len(CHECKS) + 1
@@ -122,7 +122,7 @@ def test_every_fault_is_found(fault: str, scenario: str, check: str, reason: str
     assert re.search(reason, row.reason), row
 
 
-def test_a_difference_says_where_and_whether_rounding_explains_it() -> None:
+def test_difference_has_place_and_near_tie() -> None:
     row = rows_of("lossy", "tie")["chat, greedy", LOSSLESS]
     assert row.status == FAIL
     assert "0.0048 apart in log-probability: a near tie" in row.reason
@@ -142,14 +142,14 @@ def test_a_difference_says_where_and_whether_rounding_explains_it() -> None:
         ("no-metrics", "speculation", "at work", "do not count drafts"),
     ],
 )
-def test_what_a_server_does_not_have_is_not_a_failure(fault: str, scenario: str, check: str, reason: str) -> None:
+def test_unsupported_features_are_no_failures(fault: str, scenario: str, check: str, reason: str) -> None:
     rows = rows_of(fault)
     assert rows[scenario, check].status == NOT_SUPPORTED
     assert reason in rows[scenario, check].reason
     assert FAIL not in {row.status for row in rows.values()}
 
 
-def test_a_long_prompt_is_halved_until_it_is_taken() -> None:
+def test_long_prompt_is_halved_until_accepted() -> None:
     assert rows_of("short-context")["long prompt, shared prefix", VALID].status == PASS
 
 
@@ -173,19 +173,19 @@ def test_a_second_server_must_not_speculate(faults: tuple[str, ...], status: str
     assert rows["speculation", "at work"].status == status
 
 
-def test_the_switch_is_found_where_it_works() -> None:
+def test_speculation_switch_is_found_only_if_it_works() -> None:
     found = asyncio.run(find_switch(FakeServer().endpoint()))
     assert found is not None
     assert found.extra == {"speculate": False}
 
-    class Deaf(FakeServer):
+    class IgnoresSwitch(FakeServer):
         def answer(self, body, chat):
             return super().answer({k: v for k, v in body.items() if k != "speculate"}, chat)
 
-    assert asyncio.run(find_switch(Deaf().endpoint())) is None
+    assert asyncio.run(find_switch(IgnoresSwitch().endpoint())) is None
 
 
-def test_reports_show_servers_words_and_do_not_obey_them() -> None:
+def test_reports_escape_the_servers_text() -> None:
     rows = [Row("chat, greedy", VALID, FAIL, "<b>[red]\x1b[31mno"), Row("chat, greedy", STREAM, PASS)]
     report = ConformReport("http://x", "<m>", "1", "nothing", {"users": 16}, rows)
     page = html(report)
@@ -220,7 +220,7 @@ def command_line() -> typer.Typer:
 
 @pytest.fixture
 def not_a_model_server() -> Iterator[str]:
-    """A plain file server, as it answers on a wrong port."""
+    """A plain file server, as a user may find on a wrong port."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -228,7 +228,7 @@ def not_a_model_server() -> Iterator[str]:
     server.server_close()
 
 
-def test_a_server_that_cannot_be_asked_is_told_in_a_line(not_a_model_server: str) -> None:
+def test_unusable_server_is_reported_in_one_line(not_a_model_server: str) -> None:
     for url, words in {
         "http://127.0.0.1:9": "no server answers there",
         not_a_model_server: "is not an OpenAI-compatible server: /v1/models answers 501",
@@ -243,7 +243,7 @@ def test_a_server_that_cannot_be_asked_is_told_in_a_line(not_a_model_server: str
 
 @pytest.fixture(scope="module")
 def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """Our own, with a tiny model that drafts from its own text."""
+    """A Fledge server with a tiny model and n-gram drafts."""
     folder = make_model(tmp_path_factory.mktemp("conform-model"), max_positions=2048)
     flags = ["--drafter", "ngram", "--no-adaptive-depth", "--dtype", "float32", "--threads", "1", "--max-num-seqs", "16"]
     flags += ["--served-model-name", "tiny", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--api-key", "k"]
@@ -264,7 +264,6 @@ def test_our_own_server(real_server: ServerProcess, tmp_path: Path, monkeypatch:
     result = CliRunner().invoke(command_line(), arguments, env={"COLUMNS": "200"}, catch_exceptions=False)
     report = json.loads(files[0].read_text())
     failed = [row for row in report["rows"] if row["status"] == FAIL]
-    # Sampled text is the same in distribution only, where a CPU draws for drafts and for tokens apart.
     assert not failed
     assert not [row for row in report["rows"] if row["status"] == NOT_SUPPORTED]
     assert result.exit_code == (1 if failed else 0)
@@ -276,7 +275,7 @@ def test_our_own_server(real_server: ServerProcess, tmp_path: Path, monkeypatch:
     assert "| chat, greedy |" in files[2].read_text()
 
 
-def test_a_wrong_key_is_told(real_server: ServerProcess) -> None:
+def test_wrong_key_is_reported(real_server: ServerProcess) -> None:
     result = CliRunner().invoke(command_line(), [real_server.url, "--api-key", "wrong"])
     assert "give its key with --api-key" in str(result.exception)
 
@@ -287,7 +286,7 @@ def test_an_unknown_model_ends_the_run(real_server: ServerProcess) -> None:
     assert "no request was answered" in str(result.exception)
 
 
-def test_a_run_needs_no_engine() -> None:
-    """The client is for any server; loading torch for it would take seconds."""
+def test_conform_does_not_import_torch() -> None:
+    """The client works with any server, so it must not import torch, which takes seconds."""
     code = "import sys, fledge.bench.conform, fledge.bench.conform_report; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,4 @@
-"""Data sets from files, and what is refused."""
+"""Data sets from files and from the hub, and invalid ones."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_folder_of_files(tmp_path):
     assert load_items(str(tmp_path)) == [Item("a-1", "a", ("x",)), Item("q", "c", ("y",)), Item("7", "math", ("one", "two"))]
 
 
-def test_a_limit_is_spread_over_the_category(tmp_path):
+def test_limit_takes_evenly_spaced_items(tmp_path):
     data = write(tmp_path / "a.jsonl", *({"id": i, "category": "c", "turns": ["t"]} for i in range(10)))
     assert [item.id for item in load_items(data, limit=2)] == ["0", "5"]
 
@@ -89,7 +89,7 @@ def test_a_data_set_of_the_hub(tmp_path, monkeypatch):
     assert asked == [("someone/prompts", {"repo_type": "dataset", "allow_patterns": ["*.jsonl", "*.parquet"]})]
 
 
-def test_a_hub_that_does_not_answer_is_named(tmp_path, monkeypatch):
+def test_unreachable_hub_is_reported(tmp_path, monkeypatch):
     def download(*_, **__):
         raise ConnectionError("no route to host\nand much more")
 
@@ -103,7 +103,7 @@ def test_a_hub_that_does_not_answer_is_named(tmp_path, monkeypatch):
         load_items("someone/prompts")
 
 
-def test_a_folder_goes_before_the_hub(tmp_path, monkeypatch):
+def test_local_folder_takes_precedence_over_the_hub(tmp_path, monkeypatch):
     (tmp_path / "someone" / "prompts").mkdir(parents=True)
     write(tmp_path / "someone" / "prompts" / "a.jsonl", {"turns": ["x"]})
     monkeypatch.chdir(tmp_path)
@@ -112,11 +112,11 @@ def test_a_folder_goes_before_the_hub(tmp_path, monkeypatch):
 
 
 class ArrowInvalid(ValueError):
-    """As pyarrow's own."""
+    """Stands in for pyarrow's exception of this name."""
 
 
 def read_table(file):
-    """Stands in for pyarrow's, which this package does without: JSON in place of the columns."""
+    """Stands in for pyarrow's function, because pyarrow is not a dependency: reads JSON instead of Parquet."""
     try:
         rows = json.loads(file.read_text())
     except ValueError:
@@ -146,13 +146,13 @@ def test_parquet_files(tmp_path):
 
 
 @pytest.mark.usefixtures("parquet")
-def test_what_is_no_parquet_is_refused(tmp_path):
+def test_invalid_parquet_is_refused(tmp_path):
     (tmp_path / "a.parquet").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(UserError, match=r"a\.parquet: not a parquet file \(Parquet magic bytes not found in footer\.\)$"):
         load_items(str(tmp_path))
 
 
-def test_without_pyarrow_its_name_is_said(tmp_path, monkeypatch):
+def test_missing_pyarrow_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_text("")
     with pytest.raises(UserError, match="pip install pyarrow"):

@@ -1,4 +1,4 @@
-"""The benchmark scripts: they import, and the GPU scripts run on a tiny model on a CPU, without graphs."""
+"""The benchmark scripts can be imported, and the GPU scripts run on a CPU with a tiny model and without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_plain_and_speculative_speeds(bench) -> None:
 
 
 def test_settings(bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every setting is one that can still be changed, and is changed back."""
+    """Every setting still exists, and is restored after its measurement."""
     gpu = sys.modules["gpu"]
     bench.args.depths = [4]
     monkeypatch.setattr(gpu, "step_time", lambda bench, rows, count, depth: 1.0)
@@ -79,7 +79,7 @@ def test_options(bench) -> None:
     assert all(run["replay_us"] > 0 and run["as_run_us"] > 0 for run in found["cycles"].values())
 
 
-def test_the_mask_bans_its_tokens_alone() -> None:
+def test_mask_bans_only_its_tokens() -> None:
     options = importlib.import_module("gpu_options")
     mask = options.BannedTokens([3, 127], 128)
     words = torch.full((4,), -1, dtype=torch.int32)
@@ -96,7 +96,7 @@ def test_mixed_options_are_sixteen_different_ones() -> None:
 
 
 def test_all_plain_linears_on_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their shape is, and no quantised one; what dispatch chooses is back afterwards."""
+    """All plain linears use cuBLAS whatever their shape, quantised ones do not; dispatch is restored afterwards."""
     forms = importlib.import_module("gpu_linear_forms")
     dispatch = forms.dispatch
     monkeypatch.setattr(dispatch, "use_triton", lambda x: True)
@@ -164,7 +164,7 @@ def test_shapes_are_those_published(name: str, billions: float, head_is_tied: bo
 
 @pytest.mark.parametrize("kind", ["experts", "8b-fp8", "8b-int4"])
 def test_steps_of_experts_and_of_quantised_shapes(kind: str, shape_bench) -> None:
-    """As a card would run them, with references for kernels."""
+    """Runs the GPU code paths with reference implementations of the kernels."""
     sizes = sys.modules["gpu_sizes"]
     small = {"num_layers": 6, "max_positions": 2048, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
     if kind == "experts":
@@ -179,13 +179,13 @@ def test_steps_of_experts_and_of_quantised_shapes(kind: str, shape_bench) -> Non
 
 
 def test_least_times_of_experts_and_of_quantised_weights() -> None:
-    """At one row, bandwidth alone: the experts of one token, and the bits of a weight."""
+    """With one row only bandwidth counts: the experts of one token, and the bits per weight."""
     shapes = importlib.import_module("gpu_shapes")
     moe, dense = shapes.Work(shapes.SHAPES["30b-a3b"], None), shapes.Work(shapes.SHAPES["8b"], None)
     assert moe.all_weights == pytest.approx(61.06e9, rel=0.01)
     assert moe.cycle_us(1, 0, 0) == pytest.approx(
         1e6 * 2 * (3.35e9 - 0.311e9) / 4.8e12, rel=0.02
-    )  # of 3.3B active, no embedding
+    )  # 3.3B active parameters, without the embedding
     assert moe.cycle_us(64, 0, 0) > 8 * moe.cycle_us(1, 0, 0)
     fp8, int4 = (shapes.Work(shapes.SHAPES["8b"], None, layer_bits=bits) for bits in (8.0, 4 + 48 / 128))
     assert 1.7 < dense.cycle_us(1, 0, 0) / fp8.cycle_us(1, 0, 0) < 2
@@ -230,7 +230,7 @@ class LLM:
 
 
 def test_vllm_with_dummy_weights_is_measured_in_its_own_process(shape_bench, tmp_path: Path) -> None:
-    """The script's own loop, on an engine that stands in for vLLM's."""
+    """Runs the script's loop on a stub of vLLM's engine."""
     (tmp_path / "vllm.py").write_text(FAKE_VLLM)
     shape_bench.args.vllm_path = str(tmp_path)
     found = sys.modules["gpu_sizes"].vllm(shape_bench)
@@ -246,8 +246,8 @@ def test_vllm_that_fails_is_a_problem_not_an_error(shape_bench, tmp_path: Path) 
     assert "no such kernel" in sys.modules["gpu_sizes"].vllm(shape_bench)["problem"]
 
 
-def test_forms_of_linears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The whole script on a small model, with the card's choices and the reference's results; then the table it fills."""
+def test_launch_configs_of_linears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The whole script on a small model, with a GPU's dispatch and the reference's results; then the table it fills."""
     from fledge.kernels.linear import dispatch, summation
 
     linears, forms = (importlib.import_module(name) for name in ("gpu_linears", "gpu_linear_forms"))
@@ -295,8 +295,8 @@ def test_forms_of_linears(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsy
         assert list(chosen) == [line["form"][0], tuple(line["form"][1])]
 
 
-def test_forms_of_linears_in_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The whole script on a small model with times of its own making; the table it writes chooses what was fastest."""
+def test_launch_configs_in_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The whole script on a small model with made-up times; the table it writes chooses the fastest kernel."""
     from fledge.kernels.linear import dispatch, summation
 
     steps, forms = (importlib.import_module(name) for name in ("gpu_step_forms", "gpu_linear_forms"))
@@ -333,13 +333,13 @@ def test_forms_of_linears_in_a_step(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert [(one["few_programs"], one["us"]) for one in report["steps"]] == [(48, 6.0), (24, 6.0)]
     filled = {}
     exec(table.read_text(), filled)
-    assert filled["CONFIGS"][64, 96, False][1] == (64, "register_mma", ())  # more rows have what they had
+    assert filled["CONFIGS"][64, 96, False][1] == (64, "register_mma", ())  # the entry for more rows is unchanged
     monkeypatch.setattr(dispatch, "CONFIGS", filled["CONFIGS"])
     assert {dispatch.choose_kernel(case)[0] for case in cases[:4]} == {"staged_mma"}
 
 
-def test_a_linear_without_a_form_keeps_what_the_rules_choose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No form of it ran: that ends neither the choice for the layer nor the run."""
+def test_linear_without_a_launch_config_keeps_the_rules_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If no launch config of a linear ran, the choice for the layer and the run continue."""
     linears, forms = (importlib.import_module(name) for name in ("gpu_linears", "gpu_linear_forms"))
     kinds = [kind for kind in forms.layer("tiny", 64, 128, 64, 96, 256, True) if not kind.head]
     chain = object.__new__(linears.Chain)
@@ -356,8 +356,8 @@ def test_a_linear_without_a_form_keeps_what_the_rules_choose(monkeypatch: pytest
     assert [line["form"] for line in lines] == [("tiles", ()), *[form] * 3]
 
 
-def test_forms_of_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of weights with several slices, few enough to be measured; what is fastest for a prefill serves longer ones."""
+def test_launch_configs_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates exist for weights with several slices and are few; longer prefills use the same choice."""
     from fledge.kernels.linear import dispatch, summation
 
     forms = importlib.import_module("gpu_linear_forms")

@@ -1,4 +1,4 @@
-"""The comparison of ways to serve the same requests."""
+"""The comparison of answers between different ways to serve the same requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_way_gives_the_same_answers(capture: bool | None, options: dict) -
     assert list(found.answers) == [f"{kind}, {way}" for kind in ("plain", "speculative") for way in WAYS]
     assert len(found.pairs()) == 9
     assert found.holds, found.pairs()
-    # The ways were what their names say.
+    # The engines did what the names say: prefix cache hits and speculative steps.
     assert all(engine.pool.num_found for engine in (engines[1], engines[4]))
     assert all(engine.stats.steps for engine in engines[3:])
 

@@ -1,4 +1,4 @@
-"""benchmarks/learn.py on a toy target, and the self-made stream."""
+"""benchmarks/learn.py on a toy target, and its generated prompt stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def scripts_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
-def test_the_stream_does_not_repeat_and_comes_again_by_its_seed():
+def test_stream_has_no_repeats_and_is_reproducible():
     stream = importlib.import_module("learn_stream")
     kinds = sorted(stream.KINDS)
     first = list(itertools.islice(stream.prompts(kinds, seed=1), 2000))
@@ -77,7 +77,7 @@ def test_on_a_toy(tmp_path, what):
         assert found["2"]["with"]["tokens_per_s"] > 0
         assert found["2"]["without"]["p99_ms"] > 0
         assert found["announced_bytes"] > 0
-        # What the engine without learning served meanwhile is not counted.
+        # Time served by the engine without learning is not counted.
         assert found["stats"]["serving_seconds"] < 1.5
     if what == "probe":
         assert found["german"] >= 1

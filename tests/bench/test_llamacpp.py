@@ -1,4 +1,4 @@
-"""llama.cpp beside Fledge: the script it runs in, the demo's last line, and the benchmark, with a stub in its place."""
+"""Comparison with llama.cpp, with a stub in its place: its script, the demo's last line, and the benchmark."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def without_llamacpp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "LLAMACPP_VENV", tmp_path / "nothing")
     monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
 
@@ -56,7 +56,7 @@ def test_answers_end_as_asked(file: Path, stub: None) -> None:
     assert found["prefill_tokens_per_second"] > 0
 
 
-def test_it_is_left_out_where_it_is_not_installed(file: Path, without: None) -> None:
+def test_llamacpp_is_skipped_when_not_installed(file: Path, without_llamacpp: None) -> None:
     assert llamacpp_python() is None
     assert run_llamacpp(file, [[1]], 5, threads=1, context=64) is None
 
@@ -72,12 +72,12 @@ def test_the_demos_last_line(file: Path, stub: None, tmp_path: Path) -> None:
     assert last.endswith(f"tok/s; plain {plain:.2f}× that, speculative {drafted:.2f}×")
 
 
-def test_the_demo_without_it(file: Path, without: None, tmp_path: Path) -> None:
+def test_demo_without_llamacpp(file: Path, without_llamacpp: None, tmp_path: Path) -> None:
     assert _demo(file, tmp_path / "demo.json").rstrip().splitlines()[-1].startswith("identical output: ")
     assert json.loads((tmp_path / "demo.json").read_text())["llama_cpp"] is None
 
 
-def test_a_failure_of_its_own_is_one_line(file: Path, stub: None, tmp_path: Path) -> None:
+def test_llamacpp_failure_is_one_line(file: Path, stub: None, tmp_path: Path) -> None:
     module = tmp_path / "llama_cpp" / "__init__.py"
     module.write_text(module.read_text().replace("    return 0\n", "    return 1\n"))
     shown = " ".join(_demo(file, tmp_path / "demo.json").split())
@@ -113,5 +113,5 @@ def test_the_benchmark(file: Path, stub: None, tmp_path: Path) -> None:
     found = json.loads((tmp_path / "texts.json").read_text())
     assert (found["of"], len(found["answers"])) == (10, 10)
     parted = [one for one in found["answers"] if not one["equal"]]
-    assert parted  # the stub counts, the model does not
+    assert parted  # the stub's answers differ from the model's
     assert all(len(one["candidates"]) == len(one["logit_gaps"]) == 2 for one in parted)

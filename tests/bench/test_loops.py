@@ -1,4 +1,4 @@
-"""Looping answers are seen, and honest ones are left alone."""
+"""Looping answers are detected, and normal ones are not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fledge.bench.loops import is_looping, loop_start
 
 
 def words(text: str) -> list[int]:
-    """Tokens for these tests: words, punctuation and line ends."""
+    """Splits a text into tokens: words, punctuation and line ends."""
     pieces = text.replace("\n", " \n ").replace(",", " , ").replace(".", " . ").replace("|", " | ").split(" ")
     return [zlib.crc32(piece.encode()) % 49_999 for piece in pieces if piece]
 
@@ -48,7 +48,7 @@ POEM = "".join(f"Verse {i} tells of the sea at {i} o clock with {w}.\nRow, row, 
 
 
 @pytest.mark.parametrize("text", [PROSE, CODE, TABLE, POEM, PROSE + CODE + PROSE[:60]], ids=range(5))
-def test_honest_answers(text):
+def test_normal_answers_are_no_loops(text):
     assert not is_looping(words(text))
 
 
@@ -93,7 +93,7 @@ def test_loop_start_keeps_the_text_before_the_loop():
 
 
 @pytest.mark.parametrize("copies", [28, 29])
-def test_the_shortest_loop_is_not_passed_over(copies):
-    """32 tokens that repeat what stands before them hold 29 4-grams that were seen before."""
+def test_shortest_loop_is_detected(copies):
+    """32 repeated tokens contain 29 4-grams that occurred before."""
     tokens = np.concatenate([np.arange(100, 140), np.full(4 + copies, 7), np.arange(200, 240)])
     assert loop_start(tokens) == (None if copies == 28 else 41)

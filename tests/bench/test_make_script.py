@@ -1,4 +1,4 @@
-"""benchmarks/make_real.py on a toy target, and what it keeps when its time is over."""
+"""benchmarks/make_real.py on a toy target, and its results when the time limit ends it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write_prompts(path: Path, count: int, seed: int) -> Path:
 
 
 def test_a_toy_and_its_twin_are_made_and_measured(script, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(script, "START_SECONDS", 110)  # of 160: a busy machine needs longer for start and checks
+    monkeypatch.setattr(script, "START_SECONDS", 110)  # 110 s of the 160 s: a busy machine needs longer for start and checks
     target = toy.make(tmp_path / "toy", num_answers=1) / "target"
     prompts, asked = (write_prompts(tmp_path / f"{name}.jsonl", 60, seed) for seed, name in enumerate(("train", "asked")))
     (tmp_path / "before.txt").write_text(" ".join(toy.WORDS[5:25]))
@@ -54,8 +54,8 @@ def test_a_toy_and_its_twin_are_made_and_measured(script, tmp_path, capsys, monk
     assert "| asked (6, " in capsys.readouterr().out
 
 
-def test_when_the_time_is_over_it_keeps_what_it_has(script, tmp_path, monkeypatch):
-    """Also where `fledge make` was ended: the best drafter of the training is measured."""
+def test_time_limit_keeps_partial_results(script, tmp_path, monkeypatch):
+    """Also when `fledge make` was killed: the best drafter of the training is measured."""
     target = toy.make(tmp_path / "toy", num_answers=1) / "target"
     first, second = (write_prompts(tmp_path / f"{name}.jsonl", 4, 3) for name in ("first", "second"))
     best = tmp_path / "out" / "run" / "best"

@@ -1,4 +1,4 @@
-"""transformers as a baseline: what is timed, and how deep its assistant drafts."""
+"""transformers as a baseline: what is timed, and the depth of its assistant."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.serving.model_folder import make_model
 
 
 class SlowModel:
-    """Five seconds for the prompt, then a second for each group of tokens, by a clock of its own."""
+    """A model with a simulated clock: the first group of tokens comes after 5 s, every further group takes 1 s."""
 
     device = "cpu"
 
@@ -35,7 +35,7 @@ class SlowModel:
     ("groups", "per_user"),
     [
         ([[7], [8], [9]], 2 / 2),
-        ([[7, 8, 9], [10, 11]], 2 / 1),  # what comes with the first token counts neither as tokens nor as time
+        ([[7, 8, 9], [10, 11]], 2 / 1),  # tokens that come with the first one are not counted, nor is their time
         ([[7]], 0.0),
     ],
 )
@@ -57,8 +57,8 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("depth", [2, 4])
-def test_an_assistant_drafts_as_deep_as_it_is_told(model, depth):
-    """A model that assists itself has all of its drafts accepted, and the target adds one token."""
+def test_assistant_uses_the_given_depth(model, depth):
+    """A model that is its own assistant has all drafts accepted, and the target adds one token."""
     first, plain = FirstTokens(), FirstTokens()
     answer = generate(model, [1, 5, 6, 7], 12, {"assistant_model": with_depth(model, depth)}, first)
     assert answer == generate(model, [1, 5, 6, 7], 12, {}, plain)

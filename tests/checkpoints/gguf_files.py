@@ -1,4 +1,4 @@
-"""Small GGUF files for tests, written from a decoder the way llama.cpp's converter lays them out."""
+"""Small GGUF files for tests, written from a decoder in the layout of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fledge.checkpoints.layouts import Layout
 from fledge.config import ModelConfig, MoEConfig, RopeConfig
 from fledge.models.decoder import Decoder
 
-# Architectures, and what their files do not say or cannot say of a tiny model.
+# Per GGUF architecture: the model class, and settings that the file omits or cannot express for a tiny model.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {}),
     "qwen2": ("Qwen2ForCausalLM", {}),
@@ -36,7 +36,7 @@ NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 
 
 def byte_level_vocabulary(merges: list[str]) -> tuple[list[str], list[int], list[str]]:
-    """Three marks, a user-defined token, every byte, and what the merges make: tokens, their types, merges."""
+    """Tokens, token types and merges: three special tokens, a user-defined token, all bytes and the merged tokens."""
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokens = [*marks, "<think>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     tokens += [merge.replace(" ", "") for merge in merges]
@@ -56,8 +56,8 @@ def write_gguf(
     pre: str | None = "smollm",
     merges: tuple[str, ...] = ("h e", "l l", "he ll", "1 2", "Ġ 1"),
 ) -> Path:
-    """`metadata` and `tensors`: more of them, or others in their place (None takes a key away). `others`: quantisation of
-    tensors that have a part of their name."""
+    """Writes a GGUF file. `metadata`, `tensors`: added or replaced entries (metadata None: removed). `others`: quantisation by
+    a part of the tensor's name."""
     config = decoder.config
     writer = gguf.GGUFWriter(path, arch)
     tokens, types, merges = byte_level_vocabulary(list(merges))
@@ -131,7 +131,7 @@ def gguf_weights(decoder: Decoder, arch: str) -> dict[str, np.ndarray]:
 
 
 def own_metadata(config: ModelConfig, arch: str) -> dict[str, Any]:
-    """What the converter writes for these architectures alone."""
+    """Metadata that the converter writes only for this architecture."""
     if arch == "gemma3":
         window = next(window for window in config.windows if window)
         scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": config.rope.factor}
@@ -161,7 +161,7 @@ def _gguf_name(name: str, arch: str) -> str:
 
 
 def _permuted(value: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of a head as llama.cpp's converter orders them for Llama: 0, half, 1, half + 1, …"""
+    """Reorders the rows of each head as llama.cpp's converter does for Llama: 0, half, 1, half + 1, …"""
     heads = value.reshape(num_heads, 2, value.shape[0] // num_heads // 2, *value.shape[1:])
     return heads.swapaxes(1, 2).reshape(value.shape)
 

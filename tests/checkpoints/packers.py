@@ -1,4 +1,4 @@
-"""Quantised checkpoints in the layouts that their makers define, packed word by word as those definitions say."""
+"""Writes quantised checkpoints in the layouts of their makers (AWQ, GPTQ, compressed-tensors, FP8), for tests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from fledge.checkpoints.hf import save_decoder
 from fledge.models.decoder import Decoder
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of AutoAWQ's gemm packer
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # order used by AutoAWQ's gemm packer
 
 
 class Grouped(NamedTuple):
-    """value = (code - zero) * scale, by groups of inputs."""
+    """A weight quantised by groups of inputs: value = (code - zero) * scale."""
 
     codes_OI: Tensor
     zeros_OG: Tensor
@@ -32,7 +32,7 @@ class Grouped(NamedTuple):
 def grouped(
     weight_OI: Tensor, bits: int, group: int, *, symmetric: bool, act_order: bool = False, dtype: torch.dtype = torch.float16
 ) -> Grouped:
-    """Rounds a weight; with `act_order` the inputs of a group lie anywhere."""
+    """Quantises a weight. `act_order`: the inputs of a group are at random positions."""
     inputs, levels = weight_OI.shape[1], (1 << bits) - 1
     num_groups = inputs // group
     g_idx = torch.arange(inputs) // group
@@ -49,14 +49,14 @@ def grouped(
         else:
             low, high = columns.amin(1).clamp(max=0), columns.amax(1).clamp(min=0)
             scales[:, number] = ((high - low) / levels).to(dtype)
-            zeros[:, number] = (-low / scales[:, number].float()).round().clamp(1, levels)  # GPTQ's v1 cannot say zero
+            zeros[:, number] = (-low / scales[:, number].float()).round().clamp(1, levels)  # GPTQ v1 cannot store 0
         rounded = (columns / scales[:, number].float()[:, None]).round().long() + zeros[:, number][:, None]
         codes[:, g_idx == number] = rounded.clamp(0, levels)
     return Grouped(codes, zeros, scales, g_idx)
 
 
 def words_of(values: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """int32, along the last dimension: value `order[i]` of a word's is at bit i * bits."""
+    """Packs values into int32 words along the last dimension: value `order[i]` of each word is at bit i * bits."""
     per_word = 32 // bits
     words = torch.zeros(*values.shape[:-1], values.shape[-1] // per_word, dtype=torch.int64)
     for place, source in enumerate(order or range(per_word)):
@@ -95,7 +95,7 @@ def compressed_tensors(weight: Grouped, bits: int = 4, *, symmetric: bool, act_o
 
 
 def fp8_tensors(weight_OI: Tensor, kind: str, name: str) -> tuple[dict[str, Tensor], Tensor]:
-    """`kind`: tensor, channel or block. Also the values."""
+    """Tensors of an FP8 weight, and its dequantised values. `kind`: scales per tensor, channel or block."""
     outputs, inputs = weight_OI.shape
     if kind == "block":
         scales = torch.empty(-(-outputs // 128), -(-inputs // 128))
@@ -126,7 +126,7 @@ CT_INT8 = _ct(8, True, strategy="channel") | {"format": "int-quantized"}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-# Name: what config.json says.
+# quantization_config by test name.
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "awq": AWQ,
     "gptq": GPTQ,
@@ -150,7 +150,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
 
 
 def packed_linear(name: str, weight_OI: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """The tensors of one linear in a checkpoint of `CHECKPOINTS`, and the values that they stand for."""
+    """The tensors of one linear in the layout `CHECKPOINTS[name]`, and its dequantised values."""
     config = CHECKPOINTS[name]
     if name == "ct-fp8":
         return fp8_tensors(weight_OI, "channel", "weight_scale")
@@ -178,7 +178,7 @@ def packed_linear(name: str, weight_OI: Tensor) -> tuple[dict[str, Tensor], Tens
 
 
 def write_quantised(decoder: Decoder, folder: Path, name: str, *, also: tuple[str, ...] = ()) -> tuple[Path, Path]:
-    """A quantised checkpoint, and its dequantised twin. Router and head stay plain unless `also` names them."""
+    """Writes a quantised checkpoint and its dequantised twin. Router and head stay unquantised unless `also` names them."""
     plain, packed = (save_decoder(decoder, folder / part) for part in ("twin", name))
     tensors, values = load_file(packed / "model.safetensors"), load_file(plain / "model.safetensors")
     for weight in list(tensors):

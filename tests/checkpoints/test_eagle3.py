@@ -1,4 +1,4 @@
-"""Drafter checkpoints in the raw layout: what is written is read back, and what does not fit is refused by name."""
+"""Drafter checkpoints in the raw layout: they round-trip, and files that do not fit are refused by name."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("settings", VARIANTS.values(), ids=VARIANTS.keys())
-def test_what_is_saved_is_loaded(tmp_path, settings):
+def test_drafter_round_trip(tmp_path, settings):
     drafter = tiny_drafter(tiny_drafter_config(TARGET, **settings))
     loaded = load_drafter(save_drafter(drafter, tmp_path / "drafter"), TARGET)
     original = drafter.config.rope.original_max_positions or drafter.config.max_positions
@@ -61,7 +61,7 @@ def test_what_is_saved_is_loaded(tmp_path, settings):
     assert torch.equal(loaded.rotary.inverse_frequencies, drafter.rotary.inverse_frequencies)
 
 
-def test_the_file_is_what_vllm_reads(tmp_path):
+def test_file_has_the_layout_of_vllm(tmp_path):
     settings = {
         "draft_vocab_size": 48,
         "fc_norm": True,
@@ -105,7 +105,7 @@ def drafter_folder(tmp_path):
 
 
 def change(folder, config=None, tensors=None):
-    """Edits a saved drafter: config keys (None deletes) and tensors (None deletes)."""
+    """Changes config keys and tensors of a saved drafter; None deletes one."""
     if config:
         settings = json.loads((folder / "config.json").read_text()) | config
         settings = {key: value for key, value in settings.items() if value is not None}
@@ -154,13 +154,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("config", "tensors", "message"), FAULTS.values(), ids=FAULTS.keys())
-def test_what_does_not_fit_is_refused(drafter_folder, config, tensors, message):
-    load_drafter(drafter_folder, TARGET)  # sound before the change
+def test_invalid_drafters_are_refused(drafter_folder, config, tensors, message):
+    load_drafter(drafter_folder, TARGET)  # valid before the change
     with pytest.raises(ModelError, match=message):
         load_drafter(change(drafter_folder, config, tensors), TARGET)
 
 
-def test_the_file_of_latent_attention_is_what_vllm_reads(tmp_path):
+def test_latent_attention_file_has_the_layout_of_vllm(tmp_path):
     settings = {"mla": MLA_LATENT_QUERIES, "fc_norm": True, "norm_output": True, "rope": DEEPSEEK_YARN}
     folder = save_drafter(tiny_drafter(tiny_drafter_config(TARGET, **settings)), tmp_path / "drafter")
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -223,13 +223,13 @@ LATENT_FAULTS = {
 
 @pytest.mark.parametrize(("config", "tensors", "message"), LATENT_FAULTS.values(), ids=LATENT_FAULTS.keys())
 def test_latent_attention_that_does_not_fit_is_refused(latent_folder, config, tensors, message):
-    load_drafter(latent_folder, TARGET)  # sound before the change
+    load_drafter(latent_folder, TARGET)  # valid before the change
     with pytest.raises(ModelError, match=message):
         load_drafter(change(latent_folder, config, tensors), TARGET)
 
 
-def test_norms_on_queries_and_keys_are_told_by_the_weights(tmp_path):
-    """vLLM's Qwen3 drafter has them; some trainers call a Llama drafter so."""
+def test_query_and_key_norms_are_detected_from_the_weights(tmp_path):
+    """vLLM's Qwen3 drafter has these norms; some trainers label a Llama drafter as Qwen3."""
     folder = save_drafter(tiny_drafter(tiny_drafter_config(TARGET, qk_norm=True)), tmp_path / "drafter")
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Eagle3Qwen3ForCausalLM"]
     norms = {f"{ATTENTION}{part}_norm.weight": None for part in "qk"}
@@ -239,7 +239,7 @@ def test_norms_on_queries_and_keys_are_told_by_the_weights(tmp_path):
     assert not load_drafter(change(folder, {}, norms), TARGET).config.qk_norm
 
 
-def test_all_problems_are_told_at_once(drafter_folder):
+def test_all_problems_are_reported_at_once(drafter_folder):
     change(drafter_folder, {"num_aux_hidden_states": 5}, {"norm.weight": None, "extra": torch.ones(1), "d2t": None})
     with pytest.raises(ModelError) as refusal:
         load_drafter(drafter_folder, TARGET)
@@ -247,7 +247,7 @@ def test_all_problems_are_told_at_once(drafter_folder):
         assert part in str(refusal.value)
 
 
-def test_a_map_of_target_ids_instead_of_offsets_is_called_that(drafter_folder):
+def test_d2t_with_ids_instead_of_offsets_is_reported(drafter_folder):
     offsets = load_file(drafter_folder / "model.safetensors")["d2t"]
     change(drafter_folder, {}, {"d2t": offsets + torch.arange(48)})
     with pytest.raises(ModelError, match="target ids instead of offsets"):
@@ -270,7 +270,7 @@ def test_layer_ids_default_to_low_middle_high(drafter_folder):
         load_drafter(drafter_folder)
 
 
-def test_configuration_alone():
+def test_configuration_without_weights():
     raw = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "hidden_size": 64,
@@ -344,14 +344,14 @@ def test_files_that_are_not_a_drafter(tmp_path, drafter_folder):
         load_drafter(drafter_folder, TARGET)
 
 
-def test_a_pickle_whose_reader_says_nothing(drafter_folder, monkeypatch):
+def test_pickle_error_without_a_message(drafter_folder, monkeypatch):
     (drafter_folder / "model.safetensors").rename(drafter_folder / "pytorch_model.bin")
     monkeypatch.setattr(torch, "load", lambda *_, **__: (_ for _ in ()).throw(AssertionError()))
     with pytest.raises(ModelError, match=r"cannot be read as plain tensors \(AssertionError\)"):
         load_drafter(drafter_folder, TARGET)
 
 
-def test_saving_replaces_a_drafter_and_nothing_else(tmp_path, drafter_folder):
+def test_saving_replaces_only_a_drafter(tmp_path, drafter_folder):
     (drafter_folder / "leftover.txt").write_text("from before")
     drafter = tiny_drafter(tiny_drafter_config(TARGET, norm_before_fc=True))
     save_drafter(drafter, drafter_folder)

@@ -1,4 +1,4 @@
-"""Folders for other servers, and the layouts of other trainers: each made here as its maker lays it out."""
+"""Export to other servers, and import of other trainers' layouts, which are written here as each trainer writes them."""
 
 from __future__ import annotations
 
@@ -62,26 +62,26 @@ NOT_IN_OTHERS = dict.fromkeys((IDS, "eagle_config", "num_aux_hidden_states", "ta
 
 
 def safeailab(tmp_path, config, tensors):
-    """EAGLE's own: a plain Llama configuration, pickled weights, nothing said about layers."""
+    """EAGLE's own layout: a plain Llama configuration, pickled weights, no layer ids."""
     settings = config | NOT_IN_OTHERS | {"architectures": ["LlamaForCausalLM"], "fc_norm": None, "norm_output": None}
     return written(tmp_path / "safeailab", settings, tensors, pickled=True)
 
 
 def specforge(tmp_path, config, tensors):
-    """Layer ids inside eagle_config, counting outputs; flags of 3.1 at top level; template rope buffers left in."""
+    """Layer ids inside eagle_config, as output indices; flags of 3.1 at top level; unused rope buffers."""
     theirs = {IDS: [i - 1 for i in LAYERS], "use_aux_hidden_state": True}
     settings = config | NOT_IN_OTHERS | {"eagle_config": theirs}
     return written(tmp_path / "specforge", settings, tensors | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)})
 
 
 def torchspec(tmp_path, config, tensors):
-    """Ids at top level, counting outputs; a version mark; the target's embedding inside."""
+    """Layer ids at top level, as output indices; a version key; the target's embedding included."""
     settings = config | NOT_IN_OTHERS | {IDS: [i - 1 for i in LAYERS], "_torchspec_version": "0.3"}
     return written(tmp_path / "torchspec", settings, {k.replace("midlayer", "layers.0"): v for k, v in tensors.items()})
 
 
 def nemo(tmp_path, config, tensors):
-    """`model.` before all but the head and the maps."""
+    """The prefix `model.` on all names except the head and the maps."""
     outside = ("lm_head.weight", "d2t", "t2d")
     renamed = {
         name if name in outside else "model." + name.replace("midlayer", "layers.0"): tensor for name, tensor in tensors.items()
@@ -95,14 +95,14 @@ def angelslim(tmp_path, config, tensors):
 
 
 def sglang_legacy(tmp_path, config, tensors):
-    """`use_aux_norm` and the names its norms had before fc_norm."""
+    """`use_aux_norm`, and the older names of the fc_norm weights."""
     old = {f"fc_norm.{i}.weight": f"aux_norm_{name}.weight" for i, name in enumerate(("low", "mid", "high"))}
     settings = config | {"fc_norm": None, "use_aux_norm": True}
     return written(tmp_path / "legacy", settings, {old.get(name, name): tensor for name, tensor in tensors.items()})
 
 
 def red_hat(tmp_path, config, tensors):
-    """The speculators layout as its trainer leaves it: silent about the residual, which there means normed."""
+    """The speculators layout as its trainer writes it: no norm_before_residual key, which means true there."""
     layer = {
         key: config[key]
         for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "head_dim")
@@ -136,7 +136,7 @@ ORIGINS = {
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_each_origin_is_read_as_it_was_meant(tmp_path, origin):
+def test_each_origin_is_read_correctly(tmp_path, origin):
     make, settings = ORIGINS[origin]
     drafter = made(**settings)
     folder = make(tmp_path, *raw_files(tmp_path, drafter))
@@ -228,15 +228,15 @@ def test_export_of_latent_attention(tmp_path, to):
         ("speculators", {}, "the speculators layout has no latent attention"),
     ],
 )
-def test_what_servers_would_misread_of_latent_attention_is_refused(tmp_path, to, settings, message):
+def test_latent_attention_that_servers_misread_is_refused(tmp_path, to, settings, message):
     source = save_drafter(made(**{"mla": MLA} | settings), tmp_path / "source")
     with pytest.raises(ModelError, match=message):
         export_drafter(source, to, tmp_path / "out", "some/target")
     assert not (tmp_path / "out").exists()
 
 
-def test_latent_attention_as_torchspec_lays_it_out(tmp_path):
-    """Ids inside eagle_config, counting outputs; `type` for the rope's kind; no heads' sizes but the latent ones."""
+def test_latent_attention_in_torchspec_layout(tmp_path):
+    """Layer ids inside eagle_config, as output indices; rope kind under `type`; only latent sizes for heads."""
     rope = RopeConfig(theta=5e4, kind="yarn", factor=8.0, original_max_positions=64, mscale=1.0, mscale_all_dim=1.0)
     drafter = made(**EAGLE31, mla=MLA, rope=rope)
     config, tensors = raw_files(tmp_path, drafter)
@@ -258,7 +258,7 @@ def test_latent_attention_as_torchspec_lays_it_out(tmp_path):
         {"qk_norm": True},
     ],
 )
-def test_what_sglang_cannot_serve_is_refused(tmp_path, settings):
+def test_drafters_unsupported_by_sglang_are_refused(tmp_path, settings):
     source = save_drafter(made(**settings), tmp_path / "source")
     with pytest.raises(ModelError, match="SGLang does not serve"):
         export_drafter(source, "sglang", tmp_path / "out", "some/target")

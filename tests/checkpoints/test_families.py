@@ -1,4 +1,4 @@
-"""Configurations of the families: what is close but not the same is refused by the key that differs."""
+"""Configurations of the families: similar but unsupported ones are refused by the key that differs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MOE, GEMMA, PHI = "Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"
         ("Qwen2ForCausalLM", {"dual_chunk_attention_config": {"chunk_size": 262144}}, "dual_chunk_attention_config"),
     ],
 )
-def test_what_is_close_but_not_the_same_is_refused(architecture: str, change: dict[str, Any], named: str) -> None:
+def test_unsupported_variants_are_refused_by_key(architecture: str, change: dict[str, Any], named: str) -> None:
     content = config_to_hf(tiny_model_config(architecture)) | {"sliding_window": 16}
     ModelConfig.from_hf(content)
     with pytest.raises(ModelError, match=named):
@@ -84,7 +84,7 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_of_a_model_of_texts_and_images(prefix: str, tmp_path: Path) -> None:
+def test_text_part_of_a_multimodal_model(prefix: str, tmp_path: Path) -> None:
     decoder = tiny_decoder(architecture=GEMMA, tie_embeddings=True)
     folder = save_decoder(decoder, tmp_path)
     tensors = {prefix + name.removeprefix("model."): value for name, value in load_file(folder / "model.safetensors").items()}
@@ -102,8 +102,8 @@ def test_the_text_of_a_model_of_texts_and_images(prefix: str, tmp_path: Path) ->
         torch.testing.assert_close(mine, theirs, msg=name)
 
 
-def test_a_configuration_of_texts_and_images_may_be_flat() -> None:
-    """As Qwen/Qwen2.5-VL-3B-Instruct says it: tied, and no rope base of its own in `rope_scaling`."""
+def test_flat_configuration_of_a_multimodal_model() -> None:
+    """The form of Qwen/Qwen2.5-VL-3B-Instruct: a tied head, and no rope base inside `rope_scaling`."""
     content = config_to_hf(tiny_model_config("Qwen2ForCausalLM", tie_embeddings=True)) | {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
@@ -126,8 +126,8 @@ def test_layers_without_rope_of_smollm3() -> None:
     assert ModelConfig.from_hf(content | {"no_rope_layer_interval": 2}).unrotated == (1, 3, 5, 7)
 
 
-def test_yarn_as_model_cards_tell_to_set_it() -> None:
-    """Qwen2.5's and Qwen3's: max_position_embeddings stays what it was."""
+def test_yarn_as_set_by_model_cards() -> None:
+    """The model cards of Qwen2.5 and Qwen3 leave max_position_embeddings unchanged."""
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     content = config_to_hf(tiny_model_config("Qwen2ForCausalLM"))
     for said, found in ((32768, 131_072), (40960, 131_072), (262_144, 262_144)):
@@ -146,7 +146,7 @@ def test_keys_that_mixtral_and_phi_leave_out_have_their_own_defaults() -> None:
 
 
 def test_keys_that_gemma_leaves_out_have_its_own_defaults() -> None:
-    """As google/gemma-3-4b-it says it."""
+    """The configuration of google/gemma-3-4b-it."""
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -165,7 +165,7 @@ def test_keys_that_gemma_leaves_out_have_its_own_defaults() -> None:
 
 
 @torch.no_grad()
-def test_short_texts_of_phi_take_the_short_factors() -> None:
+def test_short_phi_context_uses_short_factors() -> None:
     from fledge.config import RopeConfig
 
     rope = RopeConfig(1e4, "longrope", 8.0, 64, attention_factor=1.5, short_factor=(1.0, 2.0, 3.0), long_factor=(2.0, 4.0, 6.0))

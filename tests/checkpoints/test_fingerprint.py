@@ -1,4 +1,4 @@
-"""`auto` finds the shipped drafter by name, and by the weights of a folder or a GGUF file."""
+"""`auto` finds the shipped drafter by model name, and by the weights of a folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = {"vocab_size": 288, "num_layers": 4, "hidden_size": 64, "intermediate_si
 
 
 def trained(seed: int):
-    """A decoder whose norms are not all ones, in bf16's numbers as published models have them."""
+    """A decoder with norms that are not all ones, rounded to bf16 as in published models."""
     torch.manual_seed(seed)
     decoder = tiny_decoder(**SIZES)
     for name, parameter in decoder.named_parameters():
@@ -36,7 +36,7 @@ def trained(seed: int):
 
 @pytest.fixture
 def shipped(tmp_path, monkeypatch):
-    """A package with one drafter, for the target of seed 1."""
+    """Replaces the shipped drafters by one, for the target of seed 1."""
     decoder = trained(1)
     target = save_decoder(decoder, tmp_path / "model")
     record = {
@@ -53,7 +53,7 @@ def shipped(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("quantisation", ["F32", "F16", "Q8_0", "Q4_0"])
-def test_a_folder_and_its_gguf_files_are_one_model(tmp_path, quantisation):
+def test_folder_and_gguf_files_have_the_same_fingerprint(tmp_path, quantisation):
     decoder = trained(1)
     folder = target_fingerprint(save_decoder(decoder, tmp_path / "model"))
     assert folder is not None
@@ -61,8 +61,8 @@ def test_a_folder_and_its_gguf_files_are_one_model(tmp_path, quantisation):
     assert target_fingerprint(save_decoder(decoder, tmp_path / "half", dtype=torch.bfloat16)) == folder
 
 
-def test_rounding_is_no_other_model_and_training_is(tmp_path):
-    """A GGUF file with more digits than bf16 has, beside its folder in bf16, also by way of fp16; one step of training."""
+def test_rounding_keeps_the_model_and_training_changes_it(tmp_path):
+    """A GGUF file in fp32 precision is the same model as folders rounded to bf16 or fp16; one training step makes another."""
     decoder = trained(1)
     for name, parameter in decoder.named_parameters():
         if "norm" in name:
@@ -79,7 +79,7 @@ def test_rounding_is_no_other_model_and_training_is(tmp_path):
     assert not is_same_model(file, target_fingerprint(save_decoder(decoder, tmp_path / "more", dtype=torch.bfloat16)))
 
 
-def test_another_model_of_the_same_shape_is_another(tmp_path):
+def test_models_of_the_same_shape_are_distinguished(tmp_path):
     one, other = (target_fingerprint(save_decoder(trained(seed), tmp_path / f"{seed}")) for seed in (1, 2))
     assert not is_same_model(one, other)
     assert is_same_model(one, one)
@@ -87,7 +87,7 @@ def test_another_model_of_the_same_shape_is_another(tmp_path):
     assert not is_same_model(one, deeper)
 
 
-def test_what_cannot_be_read_has_none(tmp_path):
+def test_unreadable_models_have_no_fingerprint(tmp_path):
     assert target_fingerprint(tmp_path) is None
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + b"\0" * 40)
     assert target_fingerprint(tmp_path / "model.gguf") is None
@@ -107,15 +107,15 @@ def test_auto_finds_it_by_name_folder_and_file(shipped, tmp_path, caplog, monkey
         caplog.clear()
         assert Speculation().resolve_drafter(model) == shipped, model
         assert "trained on answers of some/target in 1,200 conversations of 45,000 tokens" in caplog.text
-    # A copy on the hub under another name, for every command.
+    # A copy on the hub under another name.
     monkeypatch.setattr(sources, "from_hub", lambda name, *_, **__: tmp_path / "model" if name == "some/copy" else _gone(name))
     assert Speculation().resolve_drafter("some/copy") == shipped
     for model in ("other/name", "", str(save_decoder(trained(2), tmp_path / "other"))):
         assert Speculation().resolve_drafter(model) == "ngram", model
 
 
-def test_a_fine_tune_by_adapters_is_not_called_the_model_itself(shipped, tmp_path, caplog):
-    """Its norms are the base model's, and so is the fingerprint."""
+def test_log_allows_for_a_fine_tune_of_the_target(shipped, tmp_path, caplog):
+    """The norms of a LoRA fine-tune, and so its fingerprint, are those of the base model."""
     caplog.set_level(logging.INFO, "fledge")
     tuned = trained(1)
     tuned.layers[0].mlp.down_proj.weight.data.zero_()
@@ -123,10 +123,10 @@ def test_a_fine_tune_by_adapters_is_not_called_the_model_itself(shipped, tmp_pat
     assert "for this model or one that it was fine-tuned from" in caplog.text
 
 
-def test_the_engine_drafts_with_it(shipped, tmp_path, monkeypatch):
+def test_engine_uses_the_shipped_drafter(shipped, tmp_path, monkeypatch):
     monkeypatch.setenv("FLEDGE_CACHE", str(tmp_path / "cache"))
     file = write_gguf(tmp_path / "renamed.gguf", trained(1), "llama", "Q8_0")
-    for dtype in ("auto", "float32"):  # the file as it is, and converted
+    for dtype in ("auto", "float32"):  # the GGUF file directly, and converted
         engine = build_engine(str(file), Speculation(), EngineConfig(device="cpu", dtype=dtype))
         assert engine.drafter.description.startswith("EAGLE 3")
 

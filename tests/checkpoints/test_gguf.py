@@ -1,4 +1,4 @@
-"""GGUF files: every architecture and quantisation, rope, tokenizers, and files that are refused."""
+"""GGUF files: architectures, quantisations, rope, tokenizers, and refused files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_architecture(arch: str, tied: bool, tmp_path: Path) -> None:
     assert (config.eos_token_ids, config.bos_token_id, config.max_positions) == ((2,), 1, 512)
 
 
-# What the loader of transformers does not read of these files is at its own defaults.
+# Settings that transformers does not read from these files, at its defaults.
 WIDE = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 256, "rope": RopeConfig(1e6, original_max_positions=512)}
 AS_TRANSFORMERS = {
     "gemma3": FAMILIES["gemma3"][1] | WIDE,
@@ -83,7 +83,7 @@ def test_one_expert_too_many_or_too_few(tmp_path: Path) -> None:
             convert(file, tmp_path / "folder")
 
 
-def test_a_window_makes_it_mistral(tmp_path: Path) -> None:
+def test_sliding_window_makes_the_family_mistral(tmp_path: Path) -> None:
     file = write_gguf(
         tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB), "llama", metadata={"llama.attention.sliding_window": 16}
     )
@@ -92,14 +92,14 @@ def test_a_window_makes_it_mistral(tmp_path: Path) -> None:
     assert config.windows == (16,) * 4
 
 
-def test_every_end_token_counts(tmp_path: Path) -> None:
+def test_all_end_tokens_are_used(tmp_path: Path) -> None:
     file = write_gguf(
         tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB), "llama", metadata={"tokenizer.ggml.eot_token_id": 0}
     )
     assert load_config(convert(file, tmp_path / "folder")).eos_token_ids == (2, 0)
 
 
-# Largest error of a quantisation, as a share of the largest weight: half a step, and the rounding of its scale.
+# Largest error of a quantisation, relative to the largest weight: half a step, plus rounding of the scale.
 LARGEST_ERROR = {
     "F32": 0, "F16": 2**-11, "BF16": 2**-8,
     "Q8_0": 1 / 220, "Q5_0": 1 / 15, "Q5_1": 1 / 30, "Q4_0": 1 / 7, "Q4_1": 1 / 14,
@@ -114,11 +114,11 @@ def test_quantisations_the_package_can_write(quantisation: str, tmp_path: Path) 
     for name, value in decoder.named_parameters():
         error = (loaded[name] - value).abs().max()
         assert error <= LARGEST_ERROR[quantisation] * value.abs().max(), name
-        assert (error > 0) == (quantisation != "F32" and value.ndim == 2)  # it was quantised indeed
+        assert (error > 0) == (quantisation != "F32" and value.ndim == 2)  # matrices were quantised
 
 
 def scales_and_minima(packed: np.ndarray) -> list[tuple[int, int]]:
-    """Eight 6-bit pairs in 12 bytes, as the K formats pack them."""
+    """Unpacks eight pairs of 6-bit numbers from 12 bytes, as the K formats store them."""
     q = [int(byte) for byte in packed]
     pairs = [(q[j] & 63, q[j + 4] & 63) for j in range(4)]
     pairs += [((q[j + 4] & 15) | (q[j - 4] >> 6 << 4), (q[j + 4] >> 4) | (q[j] >> 6 << 4)) for j in range(4, 8)]
@@ -126,7 +126,7 @@ def scales_and_minima(packed: np.ndarray) -> list[tuple[int, int]]:
 
 
 def reference_block(kind: str, block: np.ndarray) -> list[float]:
-    """One block of 256 weights, number by number from the format's definition."""
+    """Dequantises one block of 256 weights, one by one, following the format's definition."""
 
     def half(at: int) -> float:
         return float(block[at : at + 2].view(np.float16)[0])
@@ -177,7 +177,7 @@ def test_another_quantisation_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB, hidden_size=256), "llama")
     raw = path.read_bytes()
     name = b"blk.0.ffn_up.weight"
-    at = raw.index(name) + len(name) + 4 + 2 * 8  # behind the name: number of dimensions, two sizes, then the type
+    at = raw.index(name) + len(name) + 4 + 2 * 8  # after the name: number of dimensions, two sizes, then the type
     for number, said in ((int(gguf.GGMLQuantizationType.IQ2_XS), "IQ2_XS"), (4711, "number 4711")):
         path.write_bytes(raw[:at] + number.to_bytes(4, "little") + raw[at + 4 :])
         expected = rf"quantisation {said} \(of blk\.0\.ffn_up\.weight\) is not supported; supported: F32, F16"
@@ -218,13 +218,13 @@ def test_llama3_rope_is_recognised_by_its_factors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pre", "text", "tokens"),
     [
-        ("smollm", "12 1", ["1", "2", "Ġ", "1"]),  # each digit for itself, the space too
+        ("smollm", "12 1", ["1", "2", "Ġ", "1"]),  # each digit is a token, and so is the space
         ("qwen2", "12 1", ["1", "2", "Ġ", "1"]),
         ("llama-bpe", "12 1", ["12", "Ġ", "1"]),  # up to three digits, without the space
         ("dbrx", "12 1", ["12", "Ġ", "1"]),
-        ("gpt-4o", "hell/\n1", ["hell", "/", "Ċ", "1"]),  # marks take line breaks and slashes along
+        ("gpt-4o", "hell/\n1", ["hell", "/", "Ċ", "1"]),  # punctuation is joined with line breaks and slashes
         ("gpt-4o", "he'll12 1", ["he", "'", "ll", "12", "Ġ", "1"]),
-        ("gpt-2", "12 1", ["12", "Ġ1"]),  # a space goes with the word behind it
+        ("gpt-2", "12 1", ["12", "Ġ1"]),  # a space belongs to the next word
         ("qwen2", "hell\nhe", ["hell", "Ċ", "he"]),
     ],
 )
@@ -234,8 +234,8 @@ def test_pre_tokenizers(pre: str, text: str, tokens: list[str], tmp_path: Path) 
     assert [tokenizer.token(token_id) for token_id in tokenizer.encode(text)] == tokens
 
 
-def test_no_warning_of_a_pattern_that_is_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """transformers warns of large tokenizers whose config has no version: Mistral's were wrong once."""
+def test_no_warning_about_a_correct_pattern(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers warns about large tokenizers without a version in their config, because some of Mistral's were wrong."""
     file = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB), "llama", pre="qwen2")
     folder = convert(file, tmp_path / "folder")
     large = json.loads((folder / "tokenizer.json").read_text())
@@ -255,7 +255,7 @@ def test_tokenizer_marks_and_chat_template(tmp_path: Path) -> None:
     tokenizer = Tokenizer(convert(file, tmp_path / "folder"))
     assert tokenizer.encode("<|im_start|>he<|im_end|>") == [1, tokenizer.encode("he")[0], 2]
     assert tokenizer.eos_token_ids == (2,)
-    assert tokenizer.decode([1, 3, 2]) == "<think>"  # user-defined tokens are text, marks are not
+    assert tokenizer.decode([1, 3, 2]) == "<think>"  # user-defined tokens are text, special tokens are not
     assert tokenizer.decode([1, 3, 2], skip_special_tokens=False) == "<|im_start|><think><|im_end|>"
     assert tokenizer.render_chat([{"role": "user", "content": "he"}]) == (
         "<|im_start|>user\nhe<|im_end|>\n<|im_start|>assistant"
@@ -263,7 +263,7 @@ def test_tokenizer_marks_and_chat_template(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "he"}])[0] == 1
 
 
-def test_first_token_mark(tmp_path: Path) -> None:
+def test_bos_token(tmp_path: Path) -> None:
     file = write_gguf(
         tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB), "llama", metadata={"tokenizer.ggml.add_bos_token": True}
     )
@@ -273,7 +273,7 @@ def test_first_token_mark(tmp_path: Path) -> None:
 
 
 def sentencepiece_metadata() -> dict:
-    """Scores rank the merges; 'ld' is no piece, so that 'world' stays in parts; 'é' is known by its bytes only."""
+    """Metadata whose scores rank the merges. 'ld' is no piece, so 'world' stays split; 'é' exists only as bytes."""
     pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
     types = [2, 3, 3] + [6] * 256
     scores = [0.0] * len(pieces)
@@ -369,7 +369,7 @@ def test_smollm2_tokenizer_equals_transformers(smollm2_folder: Path) -> None:
 
 @pytest.mark.real
 def test_smollm2_weights_equal_the_package_reading(smollm2_folder: Path) -> None:
-    """Some tensors of each kind against a direct reading of the file; q and k by llama.cpp's row order."""
+    """Compares some tensors of each kind with the gguf package; q and k are in llama.cpp's row order."""
     file = sources.download(sources.BUILT_INS["smollm2-135m"])
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     decoder = load_decoder(smollm2_folder)
@@ -380,7 +380,7 @@ def test_smollm2_weights_equal_the_package_reading(smollm2_folder: Path) -> None
     layer = decoder.layers[7]
     assert torch.equal(decoder.embed_tokens.weight, raw("token_embd.weight"))
     assert torch.equal(layer.mlp.down_proj.weight, raw("blk.7.ffn_down.weight"))
-    interleaved = [row // 2 + 32 * (row % 2) for row in range(64)]  # row of ours that is in the file's row
+    interleaved = [row // 2 + 32 * (row % 2) for row in range(64)]  # our row for each row of the file
     for at, name, num_heads in ((0, "attn_q", 9), (9, "attn_k", 3)):
         heads = layer.self_attn.qkv_proj.weight.unflatten(0, (-1, 64))[at : at + num_heads]
         assert torch.equal(heads[:, interleaved].flatten(0, 1), raw(f"blk.7.{name}.weight"))

@@ -1,4 +1,4 @@
-"""GGUF files that lie: whatever they claim, they are refused in one line, soon."""
+"""Invalid GGUF files are refused quickly, with a one-line error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def open_all(file: Path) -> None:
-    """Everything that is read of a file before the first token."""
+    """Reads everything that is read from a file before the first token."""
     opened = GgufFile(file)
     GgufTokenizer(opened)
     load_decoder(opened)
@@ -62,7 +62,7 @@ def test_reads_what_the_package_reads(file: Path) -> None:
         assert mine.shape == tuple(map(int, reversed(tensor.shape)))
         assert mine.blocks.format == tensor.tensor_type.name
         assert np.array_equal(mine.blocks.data.reshape(-1), tensor.data.view(np.uint8).reshape(-1))
-    open_all(file)  # and what the following tests damage is sound
+    open_all(file)  # the file is valid before the following tests damage it
 
 
 @pytest.mark.parametrize(("at", "what"), [(8, "tensors"), (16, "key-value pairs")])
@@ -88,7 +88,7 @@ def test_arrays_and_strings_beyond_the_file(file: Path) -> None:
 
 
 def test_a_sparse_file_of_many_gigabytes(tmp_path: Path) -> None:
-    """Counts that its size allows, and nothing but noughts in it."""
+    """Counts within the file's size, with only zero bytes in the file."""
     file = tmp_path / "sparse.gguf"
     with file.open("wb") as opened:
         opened.write(b"GGUF" + struct.pack("<IQQ", 3, 1000, 60_000))
@@ -108,7 +108,7 @@ def test_tensors_that_do_not_fit(file: Path) -> None:
         ("<I", 0, (9,), f"{name} has 9 dimensions"),
         ("<Q", 4, (0,), f"{name} of F32 has the shape"),
         ("<Q", 24, (0,), "begins within"),
-        ("<I", 20, (12,), f"{name} of Q4_K has the shape"),  # 32 inputs are no block of 256
+        ("<I", 20, (12,), f"{name} of Q4_K has the shape"),  # 32 inputs are less than a block of 256
     ]:
         file.write_bytes(sound)
         overwrite(file, place + at, kind, *values)
@@ -141,13 +141,13 @@ def test_old_versions_are_named(file: Path) -> None:
         ("tokenizer.ggml.merges", ["nothing"], "a merge that is not two pieces"),
     ],
 )
-def test_values_that_make_no_sense(key: str, value: object, message: str, tmp_path: Path) -> None:
+def test_invalid_values_are_refused(key: str, value: object, message: str, tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB), "llama", metadata={key: value})
     assert_refused(file, message)
 
 
-def test_any_byte_may_be_wrong(file: Path) -> None:
-    """Nothing but a refusal comes of a damaged header (or a model, where the byte does not matter)."""
+def test_any_damaged_byte(file: Path) -> None:
+    """A damaged header gives a ModelError, or a model if the byte does not matter; no other exception."""
     raw, rng = file.read_bytes(), np.random.default_rng()
     for _ in range(150):
         damaged = bytearray(raw)

@@ -1,4 +1,4 @@
-"""Hugging Face folders: what is written is read back, and what does not fit is refused by name."""
+"""Hugging Face folders: they round-trip, and files that do not fit are refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    """None takes a tensor out; `__` stands for a point."""
+    """Replaces tensors; None removes one. `__` in a name stands for a dot."""
     file = folder / "model.safetensors"
     content = load_file(file)
     for name, value in changes.items():
@@ -64,7 +64,7 @@ def test_round_trip(architecture: str, tied: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 @torch.no_grad()
-def test_transformers_reads_what_is_written(architecture: str, tmp_path: Path) -> None:
+def test_transformers_reads_saved_folders(architecture: str, tmp_path: Path) -> None:
     decoder = tiny_decoder(architecture=architecture)
     folder = save_decoder(decoder, tmp_path)
     model, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, dtype=torch.float32)
@@ -81,13 +81,13 @@ def test_dtype(folder: Path) -> None:
     assert decoder.rotary.inverse_frequencies.dtype == torch.float32
 
 
-def test_saving_in_another_dtype_says_so(tmp_path: Path) -> None:
+def test_saved_dtype_is_in_the_config(tmp_path: Path) -> None:
     save_decoder(tiny_decoder(), tmp_path, dtype=torch.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
     assert {value.dtype for value in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
 
 
-def test_tokenizer_files_go_along(folder: Path, tmp_path: Path) -> None:
+def test_tokenizer_files_are_copied(folder: Path, tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     save_decoder(tiny_decoder(), tmp_path / "copy", tokenizer_from=folder)
     assert (tmp_path / "copy" / "tokenizer.json").read_text() == "{}"
@@ -122,20 +122,20 @@ def test_config_round_trip(config: ModelConfig) -> None:
     assert ModelConfig.from_hf(config_to_hf(config)) == config
 
 
-def test_end_tokens_of_both_files_count(folder: Path) -> None:
+def test_end_tokens_of_both_files_are_used(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     assert load_config(folder).eos_token_ids == (2, 7)
     (folder / "generation_config.json").write_text('{"eos_token_id": 9}')
     assert load_config(folder).eos_token_ids == (2, 9)
 
 
-def test_a_head_that_is_absent_is_the_embedding(folder: Path) -> None:
+def test_missing_head_is_the_embedding(folder: Path) -> None:
     change_tensors(folder, lm_head__weight=None)
     change_config(folder, tie_word_embeddings=None)
     decoder = load_decoder(folder)
     assert decoder.config.tie_embeddings
     assert decoder.lm_head.weight is decoder.embed_tokens.weight
-    change_config(folder, tie_word_embeddings=False)  # a file that has lost its head
+    change_config(folder, tie_word_embeddings=False)  # a checkpoint without its head
     with pytest.raises(ModelError, match=r"lm_head\.weight is missing, and tie_word_embeddings is false"):
         load_decoder(folder)
 
@@ -194,7 +194,7 @@ def test_broken_index(folder: Path, content: str, message: str) -> None:
         load_decoder(folder)
 
 
-def test_an_index_that_promises_too_much(folder: Path) -> None:
+def test_index_with_missing_tensors(folder: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model.safetensors", "model.other": "model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"index names tensors that it lacks: model\.other"):

@@ -1,4 +1,4 @@
-"""Files that lie about their sizes, hold values of the wrong kind, or bring code: refused by name, quickly, and never run."""
+"""Hostile files (wrong sizes, values of the wrong type, code) are refused by name, quickly, and their code is never run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def change(folder: Path, **values: Any) -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("rms_norm_eps", "small"), ("num_hidden_layers", "four")])
-def test_the_ends_of_a_model_of_an_unknown_family(folder: Path, key: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedding_and_head_of_an_unknown_family(folder: Path, key: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change(folder, architectures=["OtherForCausalLM"])
     load_ends(folder, torch.float32, torch.device("cpu"))
     change(folder, **{key: value})
@@ -119,12 +119,12 @@ def test_odd_windows_are_refused(key: str, value: Any, tmp_path: Path) -> None:
         load_config(folder)
 
 
-HANGS = 120  # seconds; the first to import transformers takes some on a busy machine
+HANGS = 120  # seconds; importing transformers takes several on a busy machine
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "generation_config.json"])
 @pytest.mark.timeout(HANGS)
-def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
+def test_pipe_does_not_block(folder: Path, name: str) -> None:
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(ModelError, match="plain file"):
@@ -132,7 +132,7 @@ def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
 
 
 @pytest.mark.timeout(HANGS)
-def test_a_pipe_among_the_tokenizers_files_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_among_tokenizer_files_does_not_block(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     os.mkfifo(tmp_path / "tokenizer.json")
@@ -141,7 +141,7 @@ def test_a_pipe_among_the_tokenizers_files_is_not_waited_for(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("file", ["../other.safetensors", "/etc/passwd", 5, ["a"]])
-def test_an_index_names_files_beside_it_alone(folder: Path, file: Any) -> None:
+def test_index_may_name_only_files_in_its_folder(folder: Path, file: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": file}}))
     with pytest.raises(ModelError, match="beside it"):
         load_decoder(folder)
@@ -155,7 +155,7 @@ def test_a_deeply_nested_json_is_no_configuration(folder: Path) -> None:
 
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
-    """transformers would ask on the terminal, and take a `y`."""
+    """transformers would ask on the terminal and run the code after a `y`."""
     make_tokenizer(tmp_path)
     mark = tmp_path / "was-run"
     (tmp_path / "evil.py").write_text(
@@ -201,14 +201,14 @@ HEADERS = {
 
 @pytest.mark.parametrize("name", HEADERS)
 @pytest.mark.timeout(HANGS)
-def test_a_header_that_lies_is_refused(name: str, tmp_path: Path) -> None:
+def test_false_headers_are_refused(name: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(HEADERS[name])
     with pytest.raises(ModelError, match="damaged"):
         gguf.convert(file, tmp_path / "out")
 
 
-def test_a_true_file_passes(tmp_path: Path) -> None:
+def test_valid_file_is_accepted(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "tiny.gguf", tiny_decoder(vocab_size=VOCAB), "llama")
     assert (gguf.convert(file, tmp_path / "out") / "config.json").is_file()
 
@@ -295,6 +295,6 @@ def test_odd_values_of_a_drafters_configuration_are_refused(key: str, value: Any
     assert inspect_drafter(folder).problems
 
 
-def test_a_true_configuration_passes() -> None:
+def test_valid_configuration_is_accepted() -> None:
     assert ModelConfig("LlamaForCausalLM", 128, 32, 64, 4, 4, 2, 8, 512).head_dim == 8
     assert torch.isfinite(tiny_drafter().fc.weight).all()

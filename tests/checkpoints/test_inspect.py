@@ -1,4 +1,4 @@
-"""What `fledge inspect` finds in a drafter's files."""
+"""The report of `fledge inspect` on a drafter's files."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_kinds_of_attention(tmp_path):
     assert "without norms on queries and keys" in report.warnings[0]
 
 
-def test_what_cannot_be_made_out_is_a_problem_too(tmp_path):
+def test_unknown_layout_is_a_problem(tmp_path):
     folder = save_speculators(tiny_drafter(), tmp_path / "drafter", "some/target")
     (folder / "config.json").write_text(json.dumps({"speculators_model_type": "eagle1"}))
     report = inspect_drafter(folder)

@@ -1,4 +1,4 @@
-"""Drafters stored in 8 bits: the same drafter wherever it is read, half the size, refused loudly where something is missing."""
+"""Drafters stored in 8 bits: half the size, the same drafter for every reader, refused if something is missing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stored(tmp_path):
 
 
 def edited(folder, **changes):
-    """The folder with other tensors; None takes one away."""
+    """Replaces tensors of the folder; None removes one."""
     tensors = load_file(folder / "model.safetensors") | changes
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / "model.safetensors")
     return folder
@@ -58,8 +58,8 @@ def test_the_file_holds_codes_and_scales(stored):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
-def test_loads_in_the_type_that_is_asked_for(stored, dtype):
-    """Each weight within half a step of its group, plus bf16's rounding; norms and maps exactly."""
+def test_loads_in_the_requested_dtype(stored, dtype):
+    """Weights are within half a step of their group plus bf16 rounding; norms and maps are exact."""
     original, loaded = made(), load_drafter(stored, TARGET, dtype)
     assert loaded.fc.weight.dtype == (dtype or torch.bfloat16)
     for name, tensor in original.state_dict().items():
@@ -74,7 +74,7 @@ def test_loads_in_the_type_that_is_asked_for(stored, dtype):
 
 
 def test_export_writes_the_served_weights(stored, tmp_path):
-    """What goes to vLLM is bit for bit what Fledge computes with, in bf16."""
+    """The weights exported to vLLM are bit for bit those Fledge uses, in bf16."""
     out = export_drafter(stored, "vllm", tmp_path / "out", "target", target=TARGET)
     config, tensors = json.loads((out / "config.json").read_text()), load_file(out / "model.safetensors")
     assert "quantization_config" not in config
@@ -92,7 +92,7 @@ def test_storing_twice_keeps_the_codes(stored, tmp_path):
             assert (second[name].int() - tensor.int()).abs().max() <= 1, name
 
 
-def test_matrices_that_groups_do_not_divide_stay_plain():
+def test_matrices_not_divisible_into_groups_stay_unquantised():
     config, tensors = {"torch_dtype": "float32"}, {"fc.weight": torch.randn(4, 40), "norm.weight": torch.randn(64)}
     stored_config, stored_tensors = store(config, tensors)
     assert stored_tensors.keys() == tensors.keys()
@@ -101,7 +101,7 @@ def test_matrices_that_groups_do_not_divide_stay_plain():
     assert torch.equal(again["fc.weight"], tensors["fc.weight"])
 
 
-def test_inspect_says_it(stored, tmp_path):
+def test_inspect_reports_the_storage(stored, tmp_path):
     plain = inspect_drafter(save_drafter(made(), tmp_path / "plain", dtype=torch.bfloat16), TARGET)
     report = inspect_drafter(stored, TARGET)
     assert report.storage == "8 bits with scales, read as bfloat16"
@@ -124,7 +124,7 @@ def test_the_command_writes_and_unpacks(tmp_path):
     assert read_drafter_files(tmp_path / "small").storage
     assert (tmp_path / "small" / "provenance.json").read_text() == "{}"
     again = export_drafter(tmp_path / "small", "fledge", tmp_path / "again", "other")
-    assert (again / "README.md").read_text() == (tmp_path / "small" / "README.md").read_text()  # a card stays
+    assert (again / "README.md").read_text() == (tmp_path / "small" / "README.md").read_text()  # an existing model card is kept
     assert CliRunner().invoke(app, [str(tmp_path / "small"), str(tmp_path / "big"), "--to", "vllm"]).exit_code == 0
     assert not read_drafter_files(tmp_path / "big").storage
     with pytest.raises(ModelError, match="vLLM does not read drafters stored in 8 bits"):
@@ -144,7 +144,7 @@ def test_other_servers_get_a_plain_copy(stored, tmp_path, monkeypatch):
     assert plain_folder(plain) == plain
 
 
-def test_what_is_missing_or_foreign_is_refused(stored):
+def test_missing_or_unknown_tensors_are_refused(stored):
     scale = load_file(stored / "model.safetensors")["fc.weight_scale"]
     for other, said in (
         (scale[:, :-1].contiguous(), "must be float16, one for 32 inputs"),

@@ -1,4 +1,4 @@
-"""Checkpoints that are quantised already: each layout against its packer, whole checkpoints against a dequantised twin."""
+"""Pre-quantised checkpoints: each layout against its packer, whole checkpoints against a dequantised twin."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ EXACT = [name for name in CHECKPOINTS if "fp8" not in name]
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize(
     ("layout", "symmetric"),
-    # 8 bits with zero points: no format of ours holds them; see below.
+    # 8 bits with zero points have no exact format of ours; see below.
     [*product(["awq", "gptq", "gptq_v2", "compressed"], [False, True]), ("gptq 8 bits", True)],
 )
 def test_layouts(layout: str, symmetric: bool, act_order: bool) -> None:
-    """Unpacked, and in our own format, to the bit; with act-order its columns are in another order."""
+    """Exact when unpacked, and in our format, whose columns act-order reorders (asymmetric: to 1e-6)."""
     bits = 8 if "8" in layout else 4
     weight = grouped(torch.randn(40, 384), bits, 128, symmetric=symmetric, act_order=act_order and layout != "awq")
     if layout == "awq":
@@ -81,8 +81,8 @@ def test_layouts(layout: str, symmetric: bool, act_order: bool) -> None:
     assert torch.equal(found.rows(order).dequantize(), weight.values()[order])
 
 
-def test_one_group_of_all_inputs_is_cut() -> None:
-    """Sums of a group are 32-bit integers in C."""
+def test_one_group_of_all_inputs_is_split() -> None:
+    """A group of all inputs is split, because the C kernel sums a group in 32-bit integers."""
     weight = grouped(torch.randn(32, 1024), 4, 1024, symmetric=False)
     parts = gptq_tensors(weight)
     found = read_gptq(parts["qweight"], parts["qzeros"], parts["scales"], parts["g_idx"], 4, zeros_less_one=True).exact()
@@ -90,7 +90,7 @@ def test_one_group_of_all_inputs_is_cut() -> None:
     torch.testing.assert_close(dequantize(found), weight.values(), rtol=0, atol=1e-6)
 
 
-def test_scales_that_fp16_does_not_hold_have_no_exact_form() -> None:
+def test_scales_outside_fp16_have_no_exact_format() -> None:
     weight = grouped(1e-6 * torch.randn(32, 128), 4, 128, symmetric=True, dtype=torch.bfloat16)
     assert (weight.scales_OG.half().float() != weight.scales_OG.float()).any()
     parts = compressed_tensors(weight, symmetric=True, act_order=False)
@@ -120,7 +120,7 @@ def test_c_reads_offsets_and_order(offsets: str, rows: int) -> None:
     packed = PackedLinear(linear)
     assert packed.native is not None
     torch.testing.assert_close(packed(x), linear(x), rtol=1e-3, atol=1e-3)
-    if offsets != "narrow":  # fp16 rounds those
+    if offsets != "narrow":  # fp16 rounds narrow offsets
         torch.testing.assert_close(linear(x), x @ weight.values().t() + linear.bias, rtol=1e-3, atol=1e-3)
     assert torch.equal(packed(x)[-1:], packed(x[-1:]))
 
@@ -139,15 +139,15 @@ def test_a_checkpoint_equals_its_dequantised_twin(checkpoint) -> None:
     _assert_same(found, wanted)
     quantised = [module for module in kept.modules() if isinstance(module, QuantizedLinear)]
     assert len(quantised) == (8 if name in EXACT else 0)
-    everything = load_decoder(packed, keep=KEPT["cuda"])  # computed by the references here
+    everything = load_decoder(packed, keep=KEPT["cuda"])  # the reference kernels compute it here
     assert sum(isinstance(module, QuantizedLinear) for module in everything.modules()) == 8
     logits = [d.logits(d(tokens, torch.arange(40), causal_attend()).hidden_ND) for d in (wanted, kept, everything)]
     assert (logits[0] - logits[1]).abs().max() < 1e-3 * logits[0].abs().max()
     assert (logits[0] - logits[2]).abs().max() < 1e-3 * logits[0].abs().max()
 
 
-def test_its_texts_are_those_of_the_twin(checkpoint) -> None:
-    """In C; the quantised one with speculation too. In fp16 the two, summed in different orders, would be rounded apart."""
+def test_checkpoint_gives_the_same_texts_as_its_twin(checkpoint) -> None:
+    """On the C kernels, with speculation on the quantised one. In fp32: in fp16 the summation order would change texts."""
     _, packed, twin = checkpoint
     config = EngineConfig(device="cpu", dtype="float32", max_model_len=128, max_num_seqs=4, kv_cache_tokens=1024)
     params, prompts = SamplingParams(max_tokens=24, temperature=0), [[3, 7, 100], [55], list(range(40))]
@@ -162,7 +162,7 @@ def test_its_texts_are_those_of_the_twin(checkpoint) -> None:
 @pytest.mark.parametrize("name", ["gptq", "awq", "ct-int4", "ct-fp8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_quantised_head(name: str, tied: bool, tmp_path: Path) -> None:
-    """It is no embedding, whatever the file says of that."""
+    """A quantised head is not tied to the embedding, whatever the config says."""
     packed, twin = write_quantised(tiny_decoder(2, **SIZES), tmp_path, name, also=("lm_head.weight",))
     _change_config(packed, tie_word_embeddings=tied)
     tokens, wanted = torch.arange(30), load_decoder(twin)
@@ -174,7 +174,7 @@ def test_a_quantised_head(name: str, tied: bool, tmp_path: Path) -> None:
 
 
 def test_biases_of_zeros_beside_quantised_linears(tmp_path: Path) -> None:
-    """AutoGPTQ wrote them for all linears; what is not zero belongs to a network that is not this one."""
+    """AutoGPTQ wrote zero biases for all linears; a bias that is not zero is refused."""
     packed, _ = write_quantised(tiny_decoder(**SIZES), tmp_path, "gptq")
     tensors = load_file(packed / "model.safetensors")
     biases = {name.replace("scales", "bias"): torch.zeros(x.shape[1]) for name, x in tensors.items() if "scales" in name}
@@ -226,7 +226,7 @@ def test_blocks_of_fp8_in_every_layout(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gptq", "ct-fp8"])
 @pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"])
 def test_a_quantised_router(family: str, name: str, tmp_path: Path) -> None:
-    """Qwen2-MoE's is one linear here with the shared expert's gate, which stays plain."""
+    """In Qwen2-MoE the router is joined with the shared expert's gate, which is not quantised."""
     shared = 128 if "2" in family else 0
     decoder = tiny_decoder(1, family, **SIZES, moe=MoEConfig(8, 2, 128, shared == 0, shared, (0, 1)))
     packed, twin = write_quantised(decoder, tmp_path, name, also=("mlp.gate.weight",))
@@ -240,7 +240,7 @@ def test_a_quantised_router(family: str, name: str, tmp_path: Path) -> None:
 
 
 def test_reordered_heads_of_phi(tmp_path: Path) -> None:
-    """Rows of codes are reordered as those of plain weights are."""
+    """Rows of quantised weights are reordered in the same way as those of plain weights."""
     packed, twin = write_quantised(tiny_decoder(1, "Phi3ForCausalLM", **SIZES, rotated=24), tmp_path, "gptq-act-order")
     tokens, decoders = torch.arange(30), (load_decoder(twin), load_decoder(packed, keep=KEPT["cpu"]))
     logits = [d.logits(d(tokens, tokens, causal_attend()).hidden_ND) for d in decoders]
@@ -279,7 +279,7 @@ def _fp8_block(structure: Any) -> dict[str, Any]:
         ("fp8-tensor", {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}),
         ("ct-fp8", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}),
         ("ct-int4", CT | {"config_groups": {"a": GROUP, "b": GROUP | {"targets": ["re:.*self_attn$"], "weights": None}}}),
-        ("ct-int4", CT | {"config_groups": {"a": GROUP, "b": GROUP | {"input_activations": {"num_bits": 8}}}}),  # weights alike
+        ("ct-int4", CT | {"config_groups": {"a": GROUP, "b": GROUP | {"input_activations": {"num_bits": 8}}}}),  # same weights
         ("fp8-block", _fp8_block("128x128")),
     ],
     ids=lambda value: value if isinstance(value, str) else value["quant_method"],
@@ -295,7 +295,7 @@ def test_other_names_for_the_same_layouts(name: str, config: dict[str, Any], tmp
     [("ct-int4", "compression_config", "config.json"), ("fp8-tensor", "quantization", "hf_quant_config.json")],
 )
 def test_other_places_of_the_configuration(name: str, key: str, file: str, tmp_path: Path) -> None:
-    """Early compressed-tensors, and modelopt in a file of its own."""
+    """The key of early compressed-tensors, and modelopt's separate file."""
     packed, twin = write_quantised(tiny_decoder(2, **SIZES), tmp_path, name)
     content = CHECKPOINTS[name] if "int4" in name else {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     _change_config(packed, quantization_config=None)
@@ -364,7 +364,7 @@ def _assert_same(mine: Decoder, theirs: Decoder) -> None:
         ),
     ],
 )
-def test_what_is_not_known_is_refused_by_its_key(config: dict[str, Any], named: str) -> None:
+def test_unknown_settings_are_refused_by_key(config: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError, match=named):
         read_scheme({"quantization_config": config})
 
@@ -393,7 +393,7 @@ def test_tensors_that_do_not_fit_are_named(name: str, tmp_path: Path) -> None:
         load_decoder(packed)
 
 
-def test_the_page_of_models_is_made_from_the_tables() -> None:
+def test_models_page_is_up_to_date() -> None:
     """`python -m fledge.checkpoints.supported > docs/models.md` writes it."""
     written = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     assert written == page() + "\n"

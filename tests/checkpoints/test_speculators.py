@@ -1,4 +1,4 @@
-"""The speculators layout, read and written."""
+"""Reading and writing the speculators layout."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_layout(tmp_path):
     assert not any(name.startswith("midlayer") for name in names)
 
 
-def test_silence_about_the_residual_means_normed(tmp_path):
+def test_missing_norm_before_residual_means_true(tmp_path):
     folder = save_speculators(tiny_drafter(tiny_drafter_config(TARGET)), tmp_path / "drafter", "some/target")
     config = json.loads((folder / "config.json").read_text())
     assert not load_drafter(folder, TARGET).config.norm_before_residual

@@ -1,4 +1,4 @@
-"""Tests against real vLLM run only when asked for by `-m vllm`, with FLEDGE_VLLM_PYTHON naming a Python that has it."""
+"""Tests against real vLLM run only with `-m vllm`. FLEDGE_VLLM_PYTHON must be a Python that has vLLM installed."""
 
 from __future__ import annotations
 
@@ -23,6 +23,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def target():
-    """Shared by all tests that need a target worth predicting: training it takes seconds."""
+    """A trained target, shared by all tests because training takes seconds."""
     torch.set_num_threads(1)
     return trained_target()

@@ -1,4 +1,4 @@
-"""The same jobs on real vLLM and on Fledge, with the same record of what each did (see vllm_conformance.py)."""
+"""Runs the same jobs on real vLLM and on Fledge and returns results in one format (see vllm_conformance.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run_vllm(folder: Path, job: dict) -> dict:
 
 
 def run_all_on_vllm(folder: Path, jobs: dict[str, dict]) -> dict[str, dict]:
-    """All jobs in one process. A job that fails has a result that says why."""
+    """Runs all jobs in one process. The result of a failed job is its error."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     command = [vllm_python(), str(SCRIPT), str(folder / "jobs.json"), str(folder / "results.json")]
     ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
@@ -34,7 +34,7 @@ def vllm_python() -> str:
 
 
 def run_fledge(job: dict) -> dict:
-    """The same record as vLLM's: counts are taken before a stop cuts the last step's tokens off."""
+    """A result in vLLM's format. Counts include tokens of the last step that a stop cuts off, as vLLM's do."""
     fixed_depth = {"adaptive": False, "drift_guard": False, "prefix_caching": False}
     settings = {"depth": job["depth"], "dtype": "float32", "max_model_len": job["max_model_len"], "device": "cpu"}
     llm = LLM(job["target"], job["drafter"], **settings, **fixed_depth)

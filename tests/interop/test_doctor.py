@@ -1,4 +1,4 @@
-"""`fledge doctor` on checkpoints broken in known ways: it names the fault, and finds none in a good one."""
+"""`fledge doctor` names the fault of checkpoints broken in known ways, and finds none in a good one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folders(tmp_path_factory, target) -> dict[str, Path]:
 
 
 def broken(source: Path, folder: Path, config: dict | None = None, tensors: dict | None = None) -> Path:
-    """A copy with config keys and tensors replaced; None removes one."""
+    """Copies a drafter with config keys and tensors replaced; None removes one."""
     folder.mkdir()
     settings = json.loads((source / "config.json").read_text()) | (config or {})
     (folder / "config.json").write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
@@ -62,7 +62,7 @@ def layers(*ids):
 
 
 ZERO = torch.zeros(56, dtype=torch.int64)
-# what is broken: drafter, config, tensors, the fault's name, a word of the remedy
+# change: (drafter, config, tensors, name of the fault, part of the remedy)
 FAULTS = {
     "off by one": ("eagle 3", layers(3, 5, 6), {}, "layers off by one", "[2, 4, 5]"),
     "other layers": ("eagle 3", layers(0, 1, 8), {}, "wrong layers", "[2, 4, 5]"),
@@ -94,8 +94,8 @@ def test_the_fault_is_named(tmp_path, folders, name, config, tensors, fault, rem
 
 
 @pytest.mark.parametrize(("saved", "fault"), [(1, "layers off by one"), (0, None)])
-def test_a_shift_that_helps_a_little_is_told_on_longer_answers(monkeypatch, folders, saved, fault):
-    """`saved`: steps of 40 that each long answer takes fewer with the layers one lower; the usual text says little."""
+def test_small_gain_of_shifted_layers_is_decided_on_longer_answers(monkeypatch, folders, saved, fault):
+    """Short texts do not decide. `saved`: how many of 40 steps each long answer saves with the layers one lower."""
     texts = []
 
     def measure(self, network, fault="", remedy="", prompt_format=None, *, text="usual"):
@@ -111,7 +111,7 @@ def test_a_shift_that_helps_a_little_is_told_on_longer_answers(monkeypatch, fold
 
 
 def test_gain_in_errors():
-    """The steps of the shipped drafter with [3, 16, 28] and with its own layers, on answers of 128 tokens."""
+    """Measured steps of the shipped drafter with layers [3, 16, 28] and with its own, on answers of 128 tokens."""
     before, after = (41, 29, 53, 14, 22, 63, 77, 13), (37, 26, 49, 15, 21, 60, 71, 13)
     assert gain_in_errors(before, after) == pytest.approx(5.51, abs=0.01)
     assert gain_in_errors(after, before) < -5
@@ -126,14 +126,14 @@ def test_ids_instead_of_offsets(tmp_path, folders):
         assert examined(folder, folders["target"]).fault == "d2t holds ids instead of offsets"
 
 
-def test_layers_that_nobody_would_guess_are_searched_for(tmp_path, target, folders):
+def test_unusual_layers_are_found_by_search(tmp_path, target, folders):
     drafter = save_drafter(trained_drafter(target, aux_layer_ids=(1, 3, 6)), tmp_path / "drafter")
     diagnosis = examined(broken(drafter, tmp_path / "broken", layers(1, 3, 8)), folders["target"], thorough=True)
     assert (diagnosis.fault, "[1, 3, 6]" in diagnosis.remedy) == ("wrong layers", True), diagnosis
 
 
 def test_rotary_settings(tmp_path, target, folders):
-    """Not every drafter of this language comes to depend on positions: one that does is looked for."""
+    """Not every trained drafter depends on positions, so the test tries seeds until one does."""
     squeezed = {"rope_scaling": {"type": "linear", "factor": 16.0}}
     for seed in range(2, 8):
         good = save_drafter(trained_drafter(target, seed=seed), tmp_path / f"good{seed}")
@@ -167,7 +167,7 @@ def test_a_template_it_was_not_trained_on(tmp_path, target, folders):
     assert diagnosis.fault == "wrong template", diagnosis
 
 
-def test_what_no_change_can_load(tmp_path, folders):
+def test_unloadable_drafter_is_reported(tmp_path, folders):
     folder = broken(folders["eagle 3"], tmp_path / "broken", {}, {"norm.weight": None})
     diagnosis = examined(folder, folders["target"])
     assert (diagnosis.fault, diagnosis.unchanged) == ("unreadable", None)

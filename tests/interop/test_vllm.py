@@ -1,4 +1,4 @@
-"""Our drafters on real vLLM: the same tokens, the same drafts, the same accepted counts per position."""
+"""Our drafters on real vLLM: same tokens, same drafts, same accepted counts per position."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.interop.runs import run_all_on_vllm, run_fledge
 from tests.interop.tiny_models import save_target
 from tests.interop.trained import texts, trained_drafter
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]  # the first test waits for the whole run of vLLM
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]  # the first test includes the whole vLLM run
 DEPTH = 4
 STEPS = 60
 TINY = {
@@ -45,7 +45,7 @@ SHIPPED = [name for name in sources.BUILT_INS if default_drafter(name) is not No
 def assert_same(ours: dict, vllm: dict) -> None:
     assert ours["token_ids"] == vllm["token_ids"]
     for mine, theirs in zip(ours["proposed"], vllm["proposed"], strict=True):
-        # vLLM drafts once more after the last token, in vain
+        # vLLM makes one more, unused draft after the last token.
         assert mine == theirs[: len(mine)]
         assert len(theirs) - len(mine) in (0, 1)
     assert ours["steps"] == vllm["steps"]
@@ -72,7 +72,7 @@ def tiny_job(target_folder: Path, drafter_folder: Path) -> dict:
 
 
 def imperfect(drafter: EagleDrafter, target: Decoder) -> EagleDrafter:
-    """Some of its drafts are accepted in full, some in part and some not at all: noise is added until it is so."""
+    """Adds noise to the drafter until some drafts are accepted in full, some in part and some not at all."""
     generator = torch.Generator().manual_seed(22)
     prompts = [text[:8].tolist() for text in texts(6, generator, noise=0.1)]
     for _ in range(20):
@@ -124,6 +124,6 @@ def results(tmp_path_factory, jobs) -> dict[str, dict]:
 @pytest.mark.parametrize("name", [*TINY, *(f"{name}, speculators layout" for name in SPECULATORS), *SHIPPED])
 def test_same_text_drafts_and_counts(jobs, results, name):
     ours = run_fledge(jobs[name])
-    assert 0 < ours["accepted_at"][0] < ours["steps"], "too good or too bad a drafter to compare anything"
+    assert 0 < ours["accepted_at"][0] < ours["steps"], "the drafter is too good or too bad for a useful comparison"
     assert "error" not in results[name], results[name]["error"]
     assert_same(ours, results[name])

@@ -1,4 +1,4 @@
-"""A real vLLM server as the target in training: the same states and losses as beside our own decoder."""
+"""A real vLLM server as the target in training gives the same states and losses as our own decoder."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def states(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory, model, states) -> Iterator[str]:
-    """The server that `launch_command` starts, but for the connector's CPU version and what keeps it small."""
+    """A server started as by `launch_command`, with the CPU version of the connector and small settings."""
     work = tmp_path_factory.mktemp("server")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -96,14 +96,14 @@ def test_states_are_those_of_our_decoder(url, model, states):
     theirs, ours = target.states(batch), DecoderTarget(tiny_target(), TAPS).states(batch)
     real = (document > 0).flatten()
     for a, b in zip([theirs.hidden_ND, *theirs.taps], [ours.hidden_ND, *ours.taps], strict=True):
-        rms = b[real].square().mean().sqrt()  # some hundreds: the tiny target's weights are wild
+        rms = b[real].square().mean().sqrt()  # a few hundred, because the tiny target's weights are large
         assert (a - b)[real].abs().max() < 1e-4 * rms
     target.close()
     assert not list(Path(states).iterdir())
 
 
-def test_answers_are_those_of_our_decoder_and_leave_nothing(url, model, states):
-    """What `fledge make --endpoint` does first: the server answers the prompts; the states that come with it are deleted."""
+def test_answers_equal_our_decoder_and_leave_no_files(url, model, states):
+    """The first part of `fledge make --endpoint`: the server answers prompts; the states that come with them are deleted."""
     target = connect(url, model, states)
     prompts = [[5, 6, 7, 8], [90, 17, 33], [201, 9, 44, 120, 7]]
     answers = EndpointAnswers(target.client, requests=2)
@@ -151,6 +151,6 @@ def test_training_gives_the_same_losses(url, model, states, tmp_path):
     assert len(lines[1]) == 3
     first, *later = zip(*lines, strict=True)
     assert first[1]["loss"] == pytest.approx(first[0]["loss"], rel=1e-5)
-    for a, b in later:  # each optimiser step magnifies the difference: the wild target's gradients are in the hundreds
+    for a, b in later:  # differences grow with each optimizer step: the target's gradients are in the hundreds
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
     assert not list(Path(states).iterdir())

@@ -1,4 +1,4 @@
-"""A drafter that `fledge make` made, exported and served by real vLLM: it loads strictly and drafts as it does here."""
+"""A drafter from `fledge make`, exported and served by real vLLM: it loads strictly and drafts the same as in Fledge."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 def job(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
-        # vLLM's attention on a CPU has no heads of 16.
+        # vLLM's CPU attention does not support heads of 16.
         patch.setattr(toy, "TARGET", replace(toy.TARGET, num_heads=2, num_kv_heads=1, head_dim=32))
         made = make("toy", folder / "out", hours=0.02, device="cpu", log=lambda text: None)
     assert made is not None
@@ -41,12 +41,12 @@ def job(tmp_path_factory) -> dict:
     }
 
 
-def test_it_loads_strictly_here(job):
+def test_drafter_loads_strictly_in_fledge(job):
     drafter = load_drafter(job["drafter"], load_config(Path(job["target"])))
     assert drafter.config.version == "3.1"
 
 
-def test_it_drafts_on_vllm_as_it_does_here(tmp_path, job):
+def test_vllm_drafts_the_same_as_fledge(tmp_path, job):
     ours = run_fledge(job)
     assert ours["accepted_at"][0] > 0
     assert_same(ours, run_vllm(tmp_path, job))

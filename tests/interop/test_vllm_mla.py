@@ -1,8 +1,8 @@
 """Drafters with latent attention on real vLLM, for a DeepSeek target: every draft is what our network computes.
 
-Fledge does not serve such targets, so transformers gives the states and our drafter is run over the whole text for every
-draft. What vLLM 0.32 cannot do on CPU: a target of another kind (no common block size for the two caches), and latent
-attention with plain positions (its rotation reads a strided view wrongly, in targets too): so both have YaRN here.
+Fledge does not serve such targets, so transformers computes the states, and our drafter runs over the whole text for every
+draft. On a CPU, vLLM 0.32 does not support a target with other attention (no common block size for the two caches), nor
+latent attention with default rope (its rotation reads a strided view wrongly, in targets too), so both use YaRN here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.tiny import tiny_drafter, tiny_drafter_config
 
 pytestmark = pytest.mark.vllm
 DEPTH = 4
-# vLLM's CPU kernels are made for latent states of 512 + 64
+# vLLM's CPU kernels require latent states of 512 + 64
 SIZES = MLAConfig(kv_lora_rank=512, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=24, q_lora_rank=48)
 YARN = RopeConfig(theta=1e3, kind="yarn", factor=4.0, original_max_positions=32, mscale=1.0, mscale_all_dim=0.7)
 DRAFTERS = {
@@ -72,7 +72,7 @@ def target() -> DeepseekV3ForCausalLM:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @torch.no_grad()
-def test_every_draft_is_ours(tmp_path, target, name):
+def test_every_draft_equals_ours(tmp_path, target, name):
     target.save_pretrained(tmp_path / "target")
     save_tokenizer(tmp_path / "target", target.config.vocab_size)
     sizes = {"vocab_size": 128, "hidden_size": 64, "target_hidden_size": 64, "num_heads": 4, "max_positions": 128}
@@ -92,7 +92,7 @@ def test_every_draft_is_ours(tmp_path, target, name):
     drafter.share(target.model.embed_tokens, target.lm_head)
     checked = 0
     for prompt, answer, proposed in zip(job["prompts"], result["token_ids"], result["proposed"], strict=True):
-        length = 1  # of the answer, when the next draft is made
+        length = 1  # of the answer so far, when the next draft is made
         for draft in proposed:
             if length >= len(answer):
                 break
@@ -104,7 +104,7 @@ def test_every_draft_is_ours(tmp_path, target, name):
 
 
 def drafted(target: DeepseekV3ForCausalLM, drafter: EagleDrafter, tokens: list[int]) -> list[int]:
-    """Pairs (x1, g0), (x2, g1), … through the whole text at once, once per drafted token."""
+    """The next draft: one forward pass over the pairs (x1, g0), (x2, g1), … of the whole text per drafted token."""
     states = target(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
     state, paired = drafter.fuse([states[i][0] for i in drafter.config.aux_layer_ids]), list(tokens[1:])
     for _ in range(DEPTH):

@@ -1,4 +1,4 @@
-"""`fledge serve --engine vllm`, started for real with the shipped drafter."""
+"""`fledge serve --engine vllm` with real vLLM and the shipped drafter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def server() -> Iterator[ServerProcess]:
         yield started
 
 
-def test_a_streamed_chat_is_drafted_for(server: ServerProcess) -> None:
+def test_streamed_chat_uses_the_drafter(server: ServerProcess) -> None:
     assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "smollm2-135m"
     before = Acceptance.parse(httpx.get(f"{server.url}/metrics").text)
     body = {
@@ -57,11 +57,11 @@ def test_a_streamed_chat_is_drafted_for(server: ServerProcess) -> None:
     seen = Acceptance.parse(httpx.get(f"{server.url}/metrics").text).since(before)
     assert seen.drafts > 5
     assert len(seen.accepted_at) == 3
-    assert seen.length > 1.3  # the shipped drafter's is 2 and more; with a wrong one it is 1.0
+    assert seen.length > 1.3  # the shipped drafter has 2 or more, a wrong one 1.0
 
 
 def test_conform_reports_on_it(server: ServerProcess, tmp_path: Path) -> None:
-    """What it finds is vLLM's; that it finds something for every scenario is ours."""
+    """The results depend on vLLM; the report must have one for every scenario."""
     out = tmp_path / "report.json"
     command = [sys.executable, "-m", "fledge", "conform", server.url, "--quick", "--users", "4", "--timeout", "600"]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=1700)
@@ -75,7 +75,7 @@ def test_conform_reports_on_it(server: ServerProcess, tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_it(server: ServerProcess) -> None:
-    """Last in this file: the server is gone after it."""
+    """Must be the last test in this file, because it ends the server."""
     assert server.terminate(timeout=120) == 0
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{server.url}/health", timeout=5)

@@ -1,4 +1,4 @@
-"""Tiny model folders that real vLLM takes: its CPU attention wants heads of 32, its loader wants a tokenizer."""
+"""Tiny model folders for real vLLM: its CPU attention needs heads of 32, its loader needs a tokenizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def save_target(decoder: Decoder, folder: Path, chat_template: str | None = None
 
 
 def save_tokenizer(folder: Path, vocab_size: int, chat_template: str | None = None) -> None:
-    """Words w5, w6, … and the roles of a chat, one token each."""
+    """Saves a tokenizer whose words w5, w6, … and chat roles are one token each."""
     words = ["<s>", "</s>", "<unk>", "user", "assistant", *(f"w{i}" for i in range(5, vocab_size))]
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()

@@ -1,8 +1,8 @@
-"""A tiny target and drafters that really predict it, trained within seconds on a language made for the purpose.
+"""A tiny target and drafters that predict it well, trained within seconds on an artificial language.
 
-The language: words follow each other along cycles through all words; which cycle is told by the word two before, and
-another pair of cycles holds in texts that begin with the role `user`. So the last token is not enough to draft by.
-Weights start out wild, so that layers, norms and positions matter and a checkpoint that is read wrongly shows.
+The next word follows one of several cycles through all words. Which cycle depends on the word two before the last,
+and on whether the text begins with the role `user`. So a drafter needs more than the last token.
+Initial weights are large, so that layers, norms and positions matter and a wrongly read checkpoint is detected.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LENGTH, BATCH, GROWTH, SHARPNESS, BACK = 32, 24, 1.6, 4.0, 2
 
 
 def cycles() -> Tensor:
-    """[2 * KINDS, V]: the word after each word, in each of the dialects."""
+    """[2 * KINDS, V]: the word that follows each word, for each cycle."""
     generator = torch.Generator().manual_seed(11)
     tables = []
     for _ in range(2 * KINDS):
@@ -49,7 +49,7 @@ def cycles() -> Tensor:
 
 
 def texts(count: int, generator: torch.Generator, noise: float, roles: bool = True) -> Tensor:
-    """[count, LENGTH]; `noise`: how often a random word stands instead of the one that follows."""
+    """Random texts [count, LENGTH]. `noise`: the probability of a random word instead of the next one in the cycle."""
     table, size = cycles(), SIZES["vocab_size"]
     text = torch.randint(FIRST_WORD, size, (count, LENGTH), generator=generator)
     jump = torch.rand(count, LENGTH, generator=generator) < noise
@@ -66,7 +66,7 @@ def trained_target(steps: int = 220) -> Decoder:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     decoder = Decoder(tiny_model_config(**SIZES))
-    for depth, layer in enumerate(decoder.layers):  # each layer writes about as much as all below it
+    for depth, layer in enumerate(decoder.layers):  # each layer adds about as much to the residual stream as all before it
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
             linear.weight.data.mul_(3 * GROWTH**depth)
     positions = torch.arange(LENGTH).repeat(BATCH)
@@ -84,7 +84,7 @@ def trained_target(steps: int = 220) -> Decoder:
 
 
 def _sharpen(drafter: EagleDrafter) -> None:
-    """Sharp attention: positions matter."""
+    """Scales the queries and keys up for sharper attention, so that positions matter."""
     config, attention = drafter.config, drafter.layers[0].self_attn
     if config.mla is None:
         num_qk = (config.num_heads + config.num_kv_heads) * config.head_dim
@@ -97,7 +97,7 @@ def _sharpen(drafter: EagleDrafter) -> None:
 def trained_drafter(
     target: Decoder, steps: int = 120, seed: int = 2, roles: bool = True, unroll: int = 3, **settings: Any
 ) -> EagleDrafter:
-    """Learns the target's greedy choices; without `roles` it never saw a text that begins with one."""
+    """Trains a drafter on the target's greedy choices. `roles`: whether some texts begin with the role `user`."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(3)
     defaults = {"aux_layer_ids": (2, 4, 5), "rope": target.config.rope}
@@ -110,7 +110,7 @@ def trained_drafter(
         left_out = config.vocab_size - config.draft_vocab_size
         kept = torch.cat([torch.arange(FIRST_WORD), torch.arange(FIRST_WORD + left_out, config.vocab_size)])
         drafter.d2t.copy_(kept - torch.arange(config.draft_vocab_size))
-    draft_ids = torch.full((config.vocab_size,), -100)  # what cross-entropy ignores
+    draft_ids = torch.full((config.vocab_size,), -100)  # the index that cross-entropy ignores
     draft_ids[torch.arange(config.draft_vocab_size) + drafter.d2t] = torch.arange(config.draft_vocab_size)
     drafter.share(target.embed_tokens, target.lm_head)
     if config.own_embedding and config.hidden_size == target.config.hidden_size:
@@ -136,6 +136,6 @@ def trained_drafter(
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-    fresh = EagleDrafter(config)  # without what the target lent
+    fresh = EagleDrafter(config)  # without the target's shared modules
     fresh.load_state_dict(drafter.state_dict())
     return fresh.eval().requires_grad_(False)

@@ -1,13 +1,13 @@
-"""Runs real vLLM on CPU with one drafter after the other and writes what it did as JSON. Started with the Python that has vLLM:
+"""Runs real vLLM on a CPU with one drafter after the other and writes results as JSON. Start it with a Python that has vLLM:
 
     python vllm_conformance.py JOBS.json RESULTS.json
 
-JOBS and RESULTS: {name: JOB} and {name: RESULT}. One process for all: importing vLLM takes longer than running a tiny model.
+JOBS and RESULTS: {name: JOB} and {name: RESULT}. One process runs all jobs: importing vLLM takes longer than a tiny model.
 JOB: {"target", "drafter" (null: plain), "prompts": [[token ids]], "max_tokens", "depth", "max_model_len", "ignore_eos"}
 RESULT: {"token_ids": [[…]], "steps", "accepted_at": [per position], "proposed": [[first draft, second draft, …] per prompt],
          "version"}, or {"error"}
-Prompts run one after the other, so that a request's drafts can be told apart. Counts are taken before a stop cuts the last
-step's tokens off: vLLM counts so.
+Prompts run one after the other, so that each draft belongs to a known prompt. Counts include tokens of the last step that
+a stop cuts off, as vLLM counts them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import traceback
 from pathlib import Path
 
 os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, so that drafts can be watched
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the engine in this process, so that drafts can be recorded
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -78,7 +78,7 @@ def run(job: dict) -> dict:
 
 
 def watch_drafts(llm, proposed: list[list[int]]) -> None:
-    """Notes every draft on its way from the model runner to the scheduler."""
+    """Records every draft that the model runner passes to the scheduler."""
     core = llm.llm_engine.engine_core.engine_core
     update = core.scheduler.update_draft_token_ids
 

@@ -1,6 +1,6 @@
-"""vLLM's connector for hidden states, on a CPU. Loaded by vLLM itself, by `kv_connector_module_path`.
+"""vLLM's connector for hidden states, adapted to a CPU. vLLM loads it through `kv_connector_module_path`.
 
-Of the original it changes what needs a GPU and nothing else: pinned memory, and asking whether a copy has arrived.
+It replaces only what needs a GPU: pinned memory, and the check whether a copy is complete.
 """
 
 from __future__ import annotations

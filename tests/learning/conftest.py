@@ -1,4 +1,4 @@
-"""A toy target that speaks a made-up language, streams of prompts for it, and an engine that learns from them."""
+"""A toy target for an artificial language, streams of prompts for it, and an engine that learns from them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def target() -> Decoder:
 
 
 def toy_prompts(count: int, seed: int, kind: str = "tell") -> list[list[int]]:
-    """`kind`: the first word, tell (a story), count or spell."""
+    """Prompts for the toy target. `kind`: the first word: tell (a story), count or spell."""
     draw, found = random.Random(seed), []
     while len(found) < count:
         prompt, _ = toy.conversation(draw)
@@ -55,7 +55,7 @@ def toy_prompts(count: int, seed: int, kind: str = "tell") -> list[list[int]]:
 
 
 class Ticks:
-    """A clock that is a millisecond later at each reading: how much is learnt does not depend on the machine's speed."""
+    """A clock that advances 1 ms per reading, so that training does not depend on the machine's speed."""
 
     def __init__(self) -> None:
         self.readings = 0
@@ -77,7 +77,7 @@ def learning_engine(target: Decoder) -> Callable[..., Engine]:
         model: Decoder | None = None,
         **learn: Any,
     ) -> Engine:
-        """`drafter`: None: day 0. `slice_seconds`: 0: one micro-step at a time."""
+        """`drafter`: None starts without a trained drafter (day 0). `slice_seconds`: 0 runs one micro-step at a time."""
         torch.manual_seed(0)
         speculation = Speculation(copy.deepcopy(drafter), DEPTH, adaptive=False, drift_guard=drift_guard)
         built = build_learning_engine(
@@ -89,7 +89,7 @@ def learning_engine(target: Decoder) -> Callable[..., Engine]:
             capture=capture,
             clock=Ticks(),
         )
-        if built.hook is not None:  # memory may have run out
+        if built.hook is not None:  # None if memory ran out
             built.hook.slice_seconds = slice_seconds
         built.warm_up()
         return built
@@ -110,10 +110,10 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], concurrency: int = 8
 
 @pytest.fixture(scope="session")
 def learnt(target: Decoder, learning_engine: Callable[..., Engine]) -> tuple[Engine, list, list]:
-    """Day 0, a stream of stories: the engine afterwards, all its requests, and more that it did not learn from."""
+    """An engine that learnt from a stream of stories from day 0, all its requests, and further ones without learning."""
     engine = learning_engine(slice_seconds=0.01)
     engine.drafter.fallback = None  # the drafter alone, from the start
-    # 240 requests; those after them are measured and not learnt from.
+    # 240 requests to learn from; the 32 after them are only measured.
     requests = serve(engine, toy_prompts(240, seed=1))
     for _ in range(200):
         if not engine.idle():
@@ -132,7 +132,7 @@ def drafter(learnt: tuple[Engine, list, list]) -> EagleDrafter:
 
 
 def finished(work: Generator[Any, None, Any]) -> Any:
-    """Does all of it; what it returns."""
+    """Runs the generator to its end and returns its return value."""
     while True:
         try:
             next(work)
@@ -141,7 +141,7 @@ def finished(work: Generator[Any, None, Any]) -> Any:
 
 
 def served_weights(network: EagleDrafter) -> dict[str, Tensor]:
-    """As they are served, unpacked where they are packed."""
+    """The weights as served; packed ones are unpacked."""
     found = {name: value.detach().clone() for name, value in network.named_parameters()}
     for name, module in network.named_modules():
         if isinstance(module, PackedLinear):

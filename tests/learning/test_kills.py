@@ -1,4 +1,4 @@
-"""Killed at any write of a save: a restart finds one whole generation, the old one or the new one."""
+"""A process killed at any write of a save: a restart finds one complete generation, the old or the new one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEEP = 1
 
 
 def saved(folder: Path, number: int) -> None:
-    """A generation whose weights all are its number, and its line in the history."""
+    """Saves a generation whose weights all equal its number, and its line in the history."""
     drafter = EagleDrafter(initial_drafter_config(toy.TARGET)).requires_grad_(False)
     for parameter in drafter.parameters():
         parameter.fill_(float(number))
@@ -30,7 +30,7 @@ def saved(folder: Path, number: int) -> None:
 
 
 def save_and_die(folder: Path, number: int, last: int) -> None:
-    """SIGKILL at the `last`-th time that something in the folder is opened, renamed, deleted …"""
+    """Saves a generation and kills the process at the `last`-th file operation (open, rename, delete …) in the folder."""
     left = last
 
     def watch(event: str, arguments: tuple) -> None:
@@ -64,14 +64,14 @@ def test_a_kill_in_a_save_leaves_a_whole_generation(tmp_path):
         assert not list(folder.glob(".generation-*"))
         assert generations.newest >= number
         generations.close()
-        saved(folder, generations.newest + 1)  # a restart goes on
+        saved(folder, generations.newest + 1)  # a restart can save again
         assert generations.current == generations.newest
     assert seen == sorted(seen)
-    assert set(seen) == {3, 4}  # the old one until the last step of the save
+    assert set(seen) == {3, 4}  # the old generation until the last step of the save
 
 
 def every_kill(root: Path) -> None:
-    """In a process without threads: forks one that dies at the first write, then at the second, until one survives."""
+    """Forks children that die at the first write, the second and so on, until one survives. Needs a process without threads."""
     torch.set_num_threads(1)
     for last in range(1, 200):
         folder = root / str(last)
@@ -85,4 +85,4 @@ def every_kill(root: Path) -> None:
             assert os.waitstatus_to_exitcode(status) == 0
             return
         assert os.WTERMSIG(status) == signal.SIGKILL
-    raise AssertionError("no save was survived")
+    raise AssertionError("no child survived its save")

@@ -1,4 +1,4 @@
-"""When learning works, and for how long: no request waits long for it, and the budget is held."""
+"""When micro-steps of learning run and for how long: requests do not wait long, and the budget is respected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.learning.conftest import DEPTH, ENGINE, GREEDY, LEARN, Ticks, serve, 
 
 
 def slow_down(hook: Learning, monkeypatch: pytest.MonkeyPatch, kind: Kind, seconds: float) -> list[tuple[bool, Kind]]:
-    """Micro-steps of this kind take so long, others a hundredth of a second; which ran, and whether requests did."""
+    """Makes micro-steps of `kind` take `seconds`, others 10 ms. Returns a list of (whether requests ran, kind)."""
     ran, clock = [], hook.clock
     assert isinstance(clock, Ticks)
 
@@ -38,7 +38,7 @@ def slow_down(hook: Learning, monkeypatch: pytest.MonkeyPatch, kind: Kind, secon
 
 
 def test_a_long_micro_step_waits_until_nothing_runs(learning_engine, drafter, monkeypatch):
-    """However many short ones of other kinds ran since it was measured."""
+    """Also after many short micro-steps of other kinds."""
     engine = learning_engine(drafter, budget=100)
     hook: Learning = engine.hook
     ran = slow_down(hook, monkeypatch, Kind.BACKWARD, 3.0)
@@ -54,7 +54,7 @@ def test_a_long_micro_step_waits_until_nothing_runs(learning_engine, drafter, mo
     assert (False, Kind.BACKWARD) in ran
 
 
-def test_a_slow_moment_does_not_end_learning_under_load(learning_engine, drafter, monkeypatch):
+def test_slow_measurements_do_not_stop_learning_under_load(learning_engine, drafter, monkeypatch):
     engine = learning_engine(drafter, budget=100, samples_per_second=1e9)
     hook: Learning = engine.hook
     ran = slow_down(hook, monkeypatch, Kind.LOSS, 0.01)
@@ -67,8 +67,8 @@ def test_a_slow_moment_does_not_end_learning_under_load(learning_engine, drafter
     assert all(is_serving for is_serving, _ in ran)
 
 
-def test_a_step_takes_no_longer_under_load_than_a_pause_may(learning_engine, drafter, monkeypatch):
-    """What a user waits for at most: one micro-step, or several that fit a slice; none more when idle time ends."""
+def test_pauses_under_load_are_bounded(learning_engine, drafter, monkeypatch):
+    """A step waits for one micro-step, or several that fit a slice. After idle work the next step waits for none."""
     engine = learning_engine(drafter, budget=100, slice_seconds=SLICE)
     hook: Learning = engine.hook
     slow_down(hook, monkeypatch, Kind.BACKWARD, 0.19)
@@ -86,19 +86,19 @@ def test_a_step_takes_no_longer_under_load_than_a_pause_may(learning_engine, dra
         pass
     assert len(waits) > 20
     assert max(waits) < MAX_PAUSE + 0.02
-    assert sum(waits) / len(waits) > SLICE / 4  # short ones run together
+    assert sum(waits) / len(waits) > SLICE / 4  # several short micro-steps run per slice
     before = len(waits)
     hook._has_work = True
     engine.add_request(toy_prompts(1, seed=8)[0], GREEDY)
     hook.budget.credit = 0.2
     engine.step()
-    assert len(waits) == before  # the request has waited for idle work already
+    assert len(waits) == before  # the request waited for idle work already
     engine.step()
     assert len(waits) == before + 1
     serve(engine, [])
 
 
-def test_what_micro_steps_take_is_known_before_the_first_request(learning_engine, drafter):
+def test_micro_steps_are_timed_in_the_warm_up(learning_engine, drafter):
     hook = learning_engine(drafter).hook
     assert set(hook.micro_steps._seconds) == set(Kind) - {Kind.SWAP}
     assert hook.learner.counts.steps == 0
@@ -108,7 +108,7 @@ def test_what_micro_steps_take_is_known_before_the_first_request(learning_engine
 def test_credit_is_saved_up_so_that_interruptions_are_few(learning_engine, drafter, monkeypatch):
     engine = learning_engine(drafter, budget=20, slice_seconds=SLICE)
     hook: Learning = engine.hook
-    ran = slow_down(hook, monkeypatch, Kind.BACKWARD, 0.01)  # as all others
+    ran = slow_down(hook, monkeypatch, Kind.BACKWARD, 0.01)  # the same as all others
     interruptions: list[float] = []
     step = engine._step
 
@@ -125,11 +125,11 @@ def test_credit_is_saved_up_so_that_interruptions_are_few(learning_engine, draft
     micro_steps = sum(is_serving for is_serving, _ in ran)
     assert micro_steps > 3 * len(interruptions)
     gaps = [after - before for before, after in itertools.pairwise(interruptions)]
-    assert min(gaps) > 0.8 * START_CREDIT / 0.2  # the time in which so much is earned
+    assert min(gaps) > 0.8 * START_CREDIT / 0.2  # the time to earn START_CREDIT
 
 
-def test_the_budget_is_held_by_a_real_clock(target, drafter):
-    """By what the engine's thread does, not by what it says it does."""
+def test_budget_is_respected_on_a_real_clock(target, drafter):
+    """Measures the time spent in the engine's thread and compares it with the reported time."""
     learn = LearnConfig(**{**LEARN, "budget": 20.0})
     speculation = Speculation(copy.deepcopy(drafter), DEPTH, adaptive=False, drift_guard=False)
     engine = build_learning_engine(copy.deepcopy(target), speculation, EngineConfig(**ENGINE), learn, fixed_prompts=[])
@@ -161,7 +161,7 @@ def test_the_budget_is_held_by_a_real_clock(target, drafter):
 
 
 @pytest.mark.parametrize("in_parts", [True, False], ids=["cpu", "gpu"])
-def test_weights_are_staged_in_parts_on_a_cpu_alone(learning_engine, drafter, in_parts):
+def test_weights_are_staged_in_parts_only_on_a_cpu(learning_engine, drafter, in_parts):
     served = learning_engine(drafter, budget=1e-6).hook.served
     assert served.stages_in_parts
     served.stages_in_parts = in_parts

@@ -1,4 +1,4 @@
-"""Samples, budget, gate and generations, each for itself."""
+"""Samples, budget, gate, generations and other parts of learning, each tested alone."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fledge.speculation.stats import AcceptanceStats
 
 
 def texts(count: int, client: str, seed: int, length: int = 40) -> list[Sample]:
-    """Not held out, all different."""
+    """Different samples that are not held out."""
     draw, found = random.Random(seed), []
     while len(found) < count:
         tokens = [draw.randrange(1000) for _ in range(length)]
@@ -37,14 +37,14 @@ def texts(count: int, client: str, seed: int, length: int = 40) -> list[Sample]:
     return found
 
 
-def test_the_ring_is_bounded_and_a_flood_takes_its_share_only():
-    ring = SampleRing(5340, 8, seed=0)  # three quarters of it for training
+def test_ring_is_bounded_and_clients_get_fair_shares():
+    ring = SampleRing(5340, 8, seed=0)  # 3/4 of the tokens are for training
     for sample in texts(20, "quiet", 1):
         ring.admit(sample)
     for sample in texts(500, "flood", 2):
         ring.admit(sample)
     assert 3800 < ring.num_tokens <= 4005
-    assert len(ring.by_client["quiet"]) == 20  # 800 tokens: below a share, so that nothing of it was displaced
+    assert len(ring.by_client["quiet"]) == 20  # 800 tokens, below its share: nothing was displaced
     drawn = [one.client for _ in range(40) for one in ring.draw(200)]
     assert 0.3 < drawn.count("flood") / len(drawn) < 0.7
 
@@ -61,7 +61,7 @@ def test_loops_are_not_learnt():
     assert ring.dropped["loop"] == 1
 
 
-def test_the_needed_stay_and_come_first():
+def test_high_priority_samples_are_kept_and_drawn_first():
     ring = SampleRing(2000, 8, seed=0)
     for number, sample in enumerate(texts(100, "", 5)):
         sample.priority = 1.0 if number % 4 == 0 else 0.1
@@ -71,7 +71,7 @@ def test_the_needed_stay_and_come_first():
     assert sum(one.priority == 1.0 for one in ring.draw(200)) >= 4
 
 
-def test_a_sample_is_not_drawn_for_ever_nor_kept_past_its_age():
+def test_sample_uses_and_age_are_limited():
     now = [0.0]
     ring = SampleRing(4000, 8, max_age=60, clock=lambda: now[0])
     for sample in texts(2, "", 6):
@@ -92,7 +92,7 @@ def test_a_held_out_prompt_is_never_trained_on():
     ring = SampleRing(10**6, 64)
     draw = random.Random(7)
     prompts = [[draw.randrange(1000) for _ in range(10)] for _ in range(400)]
-    for _ in range(2):  # the stream repeats
+    for _ in range(2):  # the stream repeats its prompts
         for prompt in prompts:
             ring.admit(Sample(prompt + [draw.randrange(1000) for _ in range(30)], 10))
     trained = {tuple(one.tokens[:10]) for one in ring.by_client[""]}
@@ -111,7 +111,7 @@ def held_out(count: int, client: str, prompt: int, answer: int, seed: int = 8) -
 
 
 @pytest.mark.parametrize("prompt", [20, 700])
-def test_long_texts_leave_enough_to_judge_by(prompt):
+def test_long_texts_are_shortened_to_keep_enough_held_out_texts(prompt):
     ring = SampleRing(1600, 32, min_held_out=4)  # 400 tokens for held-out texts, 100 for each
     for number, sample in enumerate(held_out(12, "", prompt, 300), 1):
         whole = list(sample.tokens)
@@ -124,12 +124,12 @@ def test_long_texts_leave_enough_to_judge_by(prompt):
         assert text.taps[0].untyped_storage().nbytes() == 400  # not a view of the whole
         assert sample.tokens == text.tokens_T.tolist() == text.taps[0][:, 0].tolist() == [whole[0], *whole[-99:]]
         assert sample.num_skipped == len(whole) - 100
-        assert text.tokens_T[text.answer_start :].tolist() == whole[-99:]  # all that is kept is of the answer
+        assert text.tokens_T[text.answer_start :].tolist() == whole[-99:]  # only tokens of the answer are kept
         ring.check_integrity()
 
 
 def test_a_long_text_keeps_its_first_token_and_its_end_at_their_positions():
-    """A prompt longer than a sample leaves the answer to learn from."""
+    """If the prompt is longer than a sample, the answer is still learnt from."""
     ring = SampleRing(1600, 32, sample_tokens=64)
     sample = next(one for one in texts(1, "", 4, length=200))
     sample.answer_start = 170
@@ -150,7 +150,7 @@ def test_a_long_text_keeps_its_first_token_and_its_end_at_their_positions():
     assert packed.loss_mask[0, 34:64].all()
 
 
-def test_a_client_of_few_long_texts_gives_way_to_many_short_ones():
+def test_held_out_tokens_are_shared_between_clients():
     ring = SampleRing(1600, 16)  # 400 tokens for held-out texts
     for sample in held_out(6, "short", 10, 10):
         ring.admit(sample)
@@ -162,11 +162,11 @@ def test_a_client_of_few_long_texts_gives_way_to_many_short_ones():
         ring.admit(sample)
     assert len(ring.held_out) <= 16
     assert {one.client for one in ring.held_out} == {"short", "long", "flood"}
-    assert ring.admit(held_out(1, "", 10, 5000, seed=10)[0])  # a text longer than all the room
+    assert ring.admit(held_out(1, "", 10, 5000, seed=10)[0])  # a text longer than the whole ring
     assert sum(one.num_states for one in ring.held_out) <= 400
 
 
-def test_the_budget_is_held():
+def test_budget_is_respected():
     now = [0.0]
     budget = Budget(5.0, lambda: now[0])
     budget.serve()
@@ -180,7 +180,7 @@ def test_the_budget_is_held():
     spent = budget.spent
     assert 0.045 < spent.learning / spent.serving < 0.055
     budget.rest()
-    now[0] += 3600  # a quiet hour earns nothing
+    now[0] += 3600  # an idle hour earns no credit
     budget.charge(10)
     budget.serve()
     assert spent.idle == 10
@@ -189,24 +189,24 @@ def test_the_budget_is_held():
 
 
 def counts(accepted: float, number: int = 24, seed: int = 0) -> list[Count]:
-    """Texts of 40 steps that accept so many tokens a step, more or less."""
+    """Texts of 40 steps that accept about `accepted` tokens per step."""
     draw = random.Random(seed)
     return [Count(40 * accepted + draw.randrange(-4, 5), 40) for _ in range(number)]
 
 
-def test_the_gate_wants_a_clear_gain_and_no_loss():
+def test_gate_requires_clear_gain_and_no_loss():
     config = LearnConfig()
     domains = [0] * 12 + [1] * 12
     assert judge(config, counts(1.0), counts(1.4), domains).accepted
     assert "noise" in judge(config, counts(1.0), counts(1.0, seed=1), domains).reason
-    # More overall, but one domain pays for it.
+    # Better overall, but worse in one domain.
     mixed = counts(2.0)[:12] + counts(0.8)[:12]
     assert "domain 1" in judge(config, counts(1.0), mixed, domains).reason
     assert "fixed set" in judge(config, counts(1.0), counts(1.4), domains, counts(2.0), counts(1.9)).reason
     assert judge(config, counts(1.0), counts(1.4), domains, counts(2.0), counts(2.01)).accepted
 
 
-def test_the_gate_refuses_what_only_a_flood_gains_from():
+def test_gate_refuses_a_gain_of_only_one_client():
     before, after = counts(1.0, 24), counts(1.6, 18) + counts(0.7, 6, seed=1)
     clients = ["flood"] * 18 + ["a", "b"] * 3
     assert judge(LearnConfig(), before, after, [0] * 24).accepted
@@ -224,7 +224,7 @@ def test_a_refused_candidate_is_worse_only_beyond_noise():
 
 
 def test_noise_on_the_fixed_set_refuses_no_candidate():
-    """A candidate that gains and loses nothing: a few texts of the fixed set may say otherwise."""
+    """A candidate without a real change: noise in few texts of the fixed set must not refuse it."""
     config, domains, draw = LearnConfig(), [0] * 24, random.Random(0)
 
     def decisions(change: float, number: int) -> list[Decision]:
@@ -238,7 +238,7 @@ def test_noise_on_the_fixed_set_refuses_no_candidate():
     for number in (12, 48):
         assert sum(one.accepted for one in decisions(0.0, number)) > 180
         assert sum(one.is_worse for one in decisions(0.0, number)) <= 2
-        assert sum(one.is_worse for one in decisions(-0.015, number)) < 12  # training goes on
+        assert sum(one.is_worse for one in decisions(-0.015, number)) < 12  # training continues from it
     assert sum(one.accepted for one in decisions(-0.03, 128)) < 2
     assert sum(one.is_worse for one in decisions(-0.03, 128)) > 150
     clear = judge(config, counts(1.0), counts(1.4), domains, counts(2.0), counts(1.7))
@@ -246,7 +246,7 @@ def test_noise_on_the_fixed_set_refuses_no_candidate():
 
 
 def test_the_fixed_set_compares_with_the_better_of_first_and_serving():
-    """Day 0: the first generation accepts next to nothing, and says nothing."""
+    """On day 0 the first generation accepts almost nothing, so it is no useful baseline alone."""
     samples = texts(4, "", 1)
     fixed = FixedSet.of(samples)
     assert fixed.baseline(0) == []
@@ -279,16 +279,16 @@ def live(rate: float, requests: int, domain: int = 0, client: str = "a", beside:
     return found
 
 
-def test_a_fall_is_seen_within_domains_only():
+def test_fall_is_detected_only_within_domains():
     assert has_fallen(live(0.7, 50), live(0.5, 50))
-    assert not has_fallen(live(0.7, 50), live(0.5, 8))  # too few
+    assert not has_fallen(live(0.7, 50), live(0.5, 8))  # too few requests
     assert not has_fallen(live(0.7, 50), live(0.69, 50))
-    assert not has_fallen(live(0.7, 50, domain=0), live(0.3, 50, domain=1))  # other traffic
+    assert not has_fallen(live(0.7, 50, domain=0), live(0.3, 50, domain=1))  # another domain
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 5), (5, 1)])
-def test_another_depth_is_not_taken_for_a_fall(before, after):
-    """Depth follows the load, and later positions are harder."""
+def test_change_of_depth_is_no_fall(before, after):
+    """The depth depends on the load, and later positions have lower acceptance."""
     draw, rates = random.Random(0), [0.8, 0.7, 0.6, 0.5, 0.4]
 
     def served(depth: int) -> Live:
@@ -306,10 +306,10 @@ def test_another_depth_is_not_taken_for_a_fall(before, after):
 
 def test_one_client_cannot_cause_a_roll_back():
     before = live(0.7, 50, beside=live(0.7, 10, client="b"))
-    assert not has_fallen(before, live(0.3, 200, beside=live(0.7, 10, client="b")))  # one turns hard
-    assert not has_fallen(live(0.9, 50, beside=live(0.4, 10, client="b")), live(0.4, 30, client="b"))  # an easy one has gone
-    assert has_fallen(before, live(0.3, 50, beside=live(0.3, 10, client="b")))  # it is so for all
-    assert has_fallen(live(0.7, 50), live(0.3, 50, beside=live(0.9, 2, client="b")))  # two requests say nothing
+    assert not has_fallen(before, live(0.3, 200, beside=live(0.7, 10, client="b")))  # one client's traffic gets harder
+    assert not has_fallen(live(0.9, 50, beside=live(0.4, 10, client="b")), live(0.4, 30, client="b"))  # an easy client left
+    assert has_fallen(before, live(0.3, 50, beside=live(0.3, 10, client="b")))  # all clients fell
+    assert has_fallen(live(0.7, 50), live(0.3, 50, beside=live(0.9, 2, client="b")))  # two requests are no evidence
     many = Live()
     for number in range(500):
         live(0.5, 1, client=str(number), beside=many)
@@ -317,10 +317,10 @@ def test_one_client_cannot_cause_a_roll_back():
     assert many.requests == 500
 
 
-def test_a_flood_leaves_room_for_others():
+def test_flood_does_not_block_other_clients():
     now = [0.0]
     admission = Admission(30, lambda: now[0])
-    for _ in range(10_000):  # ten seconds of a flood alone
+    for _ in range(10_000):  # ten seconds of only the flood
         now[0] += 0.001
         admission.admits("flood")
     counts = {"flood": 0, "a": 0, "b": 0}
@@ -345,14 +345,14 @@ def test_one_client_alone_has_the_whole_rate():
     assert not admission.is_over_share("only")
 
 
-def test_a_cluster_that_nobody_uses_gives_its_place_away():
+def test_unused_cluster_is_replaced():
     domains, draw = Domains(max_clusters=2), random.Random(0)
 
     def text(kind: int) -> list[int]:
         return [5000 * kind + draw.randrange(100) for _ in range(80)]
 
     assert [domains.assign(text(kind))[0] for kind in (0, 1)] == [0, 1]
-    for kind in range(2, 10):  # new words alone push nobody out
+    for kind in range(2, 10):  # a single new text replaces no cluster
         domains.assign(text(0))
         assert domains.assign(text(kind))[0] in (0, 1)
     while domains.ids == [0, 1]:
@@ -364,7 +364,7 @@ def test_a_cluster_that_nobody_uses_gives_its_place_away():
     assert domains.assign(text(11))[0] == 2
 
 
-def test_domains_tell_vocabularies_apart():
+def test_domains_separate_different_vocabularies():
     domains, draw = Domains(), random.Random(0)
     first = [domains.assign([draw.randrange(100) for _ in range(80)])[0] for _ in range(10)]
     second = [domains.assign([5000 + draw.randrange(100) for _ in range(80)]) for _ in range(10)]
@@ -382,7 +382,7 @@ def test_figures_of_retired_domains_are_dropped(learning_engine):
     class Served(SimpleNamespace):
         __hash__ = object.__hash__
 
-    for number in range(5000):  # each has words of its own
+    for number in range(5000):  # each text has its own words
         tokens = draw.choices([draw.randrange(10**6) for _ in range(30)], k=60)
         stats = SimpleNamespace(steps=10, accepted=5, accepted_at=[5], drafted_at=[10])
         served = Served(id=str(number), learn=True, finish_reason="stop", num_answer=40, client=str(number % 5), stats=stats)
@@ -397,7 +397,7 @@ def test_figures_of_retired_domains_are_dropped(learning_engine):
     assert all(one["before"] and one["after"] for one in hook.stats()["domains"].values())
 
 
-def test_history_survives_a_line_cut_short(tmp_path):
+def test_history_ignores_an_incomplete_line(tmp_path):
     generations = Generations(tmp_path, keep=2)
     assert generations.current is None
     generations.record({"event": "point", "requests": 1})
@@ -416,12 +416,12 @@ def test_a_learn_folder_with_strange_files(tmp_path):
     history.write_bytes(b"\xff\xfe\n")
     with pytest.raises(UserError, match=r"history\.jsonl: cannot be read"):
         read_history(tmp_path)
-    (tmp_path / ".lock").mkdir()  # as a folder that may not be written
+    (tmp_path / ".lock").mkdir()  # makes the lock file impossible to write
     with pytest.raises(UserError, match=r"--learn-dir .*: cannot be written .*give another folder"):
         Generations(tmp_path, keep=2).lock()
 
 
-def test_a_restart_counts_on_and_mends_the_line_cut_short(tmp_path):
+def test_restart_continues_counts_after_an_incomplete_line(tmp_path):
     own = {"requests": 32, "generation": 1, "steps": 16}
     for _ in range(3):
         journal = Journal(Generations(tmp_path, keep=2).lock(), lambda: own)
@@ -429,12 +429,12 @@ def test_a_restart_counts_on_and_mends_the_line_cut_short(tmp_path):
         journal.record("swap", generation=5)
         journal.close()
         with (tmp_path / "history.jsonl").open("a") as file:
-            file.write('{"event": "poi')  # killed
+            file.write('{"event": "poi')  # as after a kill
     events = read_history(tmp_path)
     assert [event["requests"] for event in events] == [32, 32, 64, 64, 96, 96]
     assert [event["steps"] for event in events] == [16, 16, 32, 32, 48, 48]
     assert [event["generation"] for event in events] == [1, 5] * 3
-    # The page shows what was before the restart, and a last point of what came since.
+    # The page shows the points from before the restart, and one point for the time since.
     journal = Journal(Generations(tmp_path, keep=2).lock(), lambda: {**own, "requests": 4})
     journal.add_request(steps=10, accepted=15)
     assert journal.history() == {"points": [[32, 2.0], [64, 2.0], [96, 2.0], [100, 2.5]], "swaps": [32, 64, 96]}
@@ -444,7 +444,7 @@ def test_a_restart_counts_on_and_mends_the_line_cut_short(tmp_path):
     assert "96 requests, 48 training steps" in summarize([{"recent_before": 1, "recent_after": 2} | event for event in events])
 
 
-def test_a_pool_that_forgets_keeps_its_owners():
+def test_pool_forget_keeps_pages_in_use():
     pool = PagePool(8, 4)
     tokens = list(range(13))
     first: list[int] = []
@@ -465,7 +465,7 @@ def test_a_pool_that_forgets_keeps_its_owners():
     assert pool.num_free == 8
 
 
-def test_a_renewed_guard_lets_everyone_draft_deeply():
+def test_renewed_guard_restores_full_depth():
     guard = DriftGuard(4, calibration_steps=0)
     for step in range(400):
         guard.record("good", 4, 4)
@@ -478,12 +478,12 @@ def test_a_renewed_guard_lets_everyone_draft_deeply():
     assert guard.counts.shortened == 0
 
 
-def test_collecting_leaves_most_of_the_budget_to_training():
+def test_collecting_uses_a_fifth_of_the_budget():
     now = 0.0
     budget = Budget(5, clock=lambda: now)
     budget.serve()
     spent = 0.0
-    for _ in range(10_000):  # 100 s of serving, and a sample that takes 10 ms after each 10 ms
+    for _ in range(10_000):  # 100 s of serving; every 10 ms there is a sample that takes 10 ms
         now += 0.01
         budget.serve()
         if budget.allows_collecting():

@@ -1,4 +1,4 @@
-"""What is kept of requests goes when it reaches the longest age, when learning stops, and at once if it is not learnt from."""
+"""Kept request data is deleted at its maximum age, when learning stops, and at once if it is not learnt from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.learning.conftest import GREEDY, serve, toy_prompts
 AGE = 600.0
 
 
-def served_with_beginnings(engine) -> Learning:
-    """Requests with a cached beginning, one known, one not; and a batch that training has begun with."""
+def serve_with_cached_prefixes(engine) -> Learning:
+    """Serves requests until training has begun a batch; the target has one known and one unknown cached prefix."""
     prompts = toy_prompts(12, seed=21)
     serve(engine, prompts)
     hook = engine.hook
@@ -40,9 +40,9 @@ def later(monkeypatch):
 
 
 @pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "one long request"])
-def test_nothing_stays_past_the_longest_age(learning_engine, drafter, later, is_idle):
+def test_nothing_is_kept_past_maximum_age(learning_engine, drafter, later, is_idle):
     engine = learning_engine(drafter, max_age=AGE, steps_per_candidate=1000)
-    hook = served_with_beginnings(engine)
+    hook = serve_with_cached_prefixes(engine)
     samples = [weakref.ref(one) for one in hook.ring.kept]
     assert 0 < hook.due_in() <= AGE
     later(hook, AGE / 2)
@@ -60,18 +60,18 @@ def test_nothing_stays_past_the_longest_age(learning_engine, drafter, later, is_
     assert not hook.target.unknown
     assert hook.due_in() is None
     gc.collect()
-    assert not any(one() for one in samples)  # training holds none of them either
+    assert not any(one() for one in samples)  # training has no references to them either
 
 
 def admitted(hook: Learning, prompt: list[int], *, held_out: bool = False) -> weakref.ref[Sample]:
-    """A sample with an answer of 20 tokens; the prompt's end is chosen so that it is held out, or not."""
+    """Admits a sample with an answer of 20 tokens. The last prompt token is chosen so that it is held out, or not."""
     last = next(token for token in range(3, 100) if is_held_out([*prompt, token]) == held_out)
     sample = Sample([*prompt, last, *range(3, 23)], len(prompt) + 1)
     assert hook.ring.admit(sample)
     return weakref.ref(sample)
 
 
-def test_training_holds_no_samples_but_those_at_work(learning_engine, drafter):
+def test_training_holds_only_samples_in_use(learning_engine, drafter):
     engine = learning_engine(drafter, max_age=AGE, steps_per_candidate=3, min_held_out=1, budget=1e-6)
     hook, learner = engine.hook, engine.hook.learner
 
@@ -80,16 +80,16 @@ def test_training_holds_no_samples_but_those_at_work(learning_engine, drafter):
             hook._has_work = True
             engine.idle()
 
-    first = admitted(hook, [5] * 12)  # without states: they are computed for it
+    first = admitted(hook, [5] * 12)  # without states: they are computed later
     work_until(lambda: learner.counts.steps == 1)
     hook.ring.forget_all()  # as when newer samples displace it
     second = admitted(hook, [6] * 12)
     list(learner._read_missing([second()]))
-    work_until(lambda: learner.at_work == [second()])  # the first one had been drawn again
+    work_until(lambda: learner.at_work == [second()])  # the first sample was drawn again before
     assert learner.counts.steps == 2
     assert first() is None
     work_until(lambda: learner.counts.steps == 3)
-    assert not learner.at_work  # the gate waits for texts
+    assert not learner.at_work  # the gate has no held-out texts yet
     hook.ring.forget_all()
     assert second() is None
     third = admitted(hook, [7] * 12, held_out=True)
@@ -98,13 +98,13 @@ def test_training_holds_no_samples_but_those_at_work(learning_engine, drafter):
     hook.ring.forget_all()
     work_until(lambda: learner.counts.refused + learner.counts.accepted == 1)
     hook._has_work = True
-    assert not engine.idle()  # there is nothing to draw
+    assert not engine.idle()  # no sample to draw
     assert not learner.at_work
     assert third() is None
     assert hook.due_in() is None
 
 
-def test_a_sample_that_left_the_ring_goes_at_its_age_too(learning_engine, drafter, later):
+def test_sample_outside_the_ring_expires_too(learning_engine, drafter, later):
     engine = learning_engine(drafter, max_age=AGE, budget=1e-6)
     hook, learner = engine.hook, engine.hook.learner
     sample = admitted(hook, [5] * 12)
@@ -123,7 +123,7 @@ def test_a_sample_that_left_the_ring_goes_at_its_age_too(learning_engine, drafte
     assert hook.due_in() is None
 
 
-def test_a_beginning_that_is_asked_for_again_is_as_young_as_that_request(learning_engine):
+def test_requested_prefix_gets_the_requests_age(learning_engine):
     target = learning_engine(budget=1e-6).hook.target
     now = [0.0]
     target.clock = lambda: now[0]
@@ -132,7 +132,7 @@ def test_a_beginning_that_is_asked_for_again_is_as_young_as_that_request(learnin
     states = [layer[16:] for layer in (*text.taps, text.hidden_TD)]
     assert target.collected(tokens, 20, 16, states, 256) is None
     now[0] = 5.0
-    target.read([(tokens, 20)])  # an old sample that has it makes it no younger
+    target.read([(tokens, 20)])  # reading an old sample with this prefix does not renew it
     assert target.oldest == 0.0
     assert target.collected(tokens, 20, 16, states, 256) is not None
     target.forget_until(4.0)
@@ -141,9 +141,9 @@ def test_a_beginning_that_is_asked_for_again_is_as_young_as_that_request(learnin
     assert not target.prefixes
 
 
-def test_when_learning_stops_nothing_is_left(learning_engine, drafter):
+def test_stopping_learning_deletes_everything(learning_engine, drafter):
     engine = learning_engine(drafter, steps_per_candidate=1000)
-    hook = served_with_beginnings(engine)
+    hook = serve_with_cached_prefixes(engine)
     samples = [weakref.ref(one) for one in hook.ring.kept]
     hook._stop("a test")
     gc.collect()

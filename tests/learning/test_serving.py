@@ -1,4 +1,4 @@
-"""What `--learn` promises, end to end on a CPU: acceptance rises, texts stay, bad candidates are refused or taken back."""
+"""`--learn` end to end on a CPU: acceptance rises, texts do not change, bad candidates are refused or rolled back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_acceptance_rises_from_chance(learnt):
 
 
 def test_texts_are_those_of_an_engine_that_does_not_learn(target, learnt):
-    """All of them: swaps came between and within."""
+    """For all requests, including those that ran during a swap."""
     _, requests, last = learnt
     plain = build_engine(copy.deepcopy(target), Speculation(None), EngineConfig(**ENGINE))
     assert len(requests) == 240
@@ -68,7 +68,7 @@ def test_texts_are_those_of_an_engine_that_does_not_learn(target, learnt):
 
 @pytest.mark.parametrize("capture", [None, False], ids=["eager", "captured"])
 def test_sampled_texts_do_not_change_in_a_swap(learning_engine, drafter, target, capture):
-    """Requests run on through swaps from good weights to bad ones and back."""
+    """Requests continue through swaps from good weights to bad ones and back."""
     prompts = toy_prompts(24, seed=51)
     params = [SamplingParams(max_tokens=48, temperature=0.9, seed=n, top_p=0.9 if n % 2 else 1.0) for n in range(len(prompts))]
 
@@ -91,7 +91,7 @@ def test_sampled_texts_do_not_change_in_a_swap(learning_engine, drafter, target,
     assert engine.hook.served.num_swaps >= 8
 
 
-def test_nothing_is_learnt_from_requests_that_opt_out(learning_engine):
+def test_opted_out_requests_are_not_learnt_from(learning_engine):
     engine = learning_engine()
     serve(engine, toy_prompts(16, seed=3), learn=False)
     hook = engine.hook
@@ -107,7 +107,7 @@ def test_nothing_is_learnt_from_requests_that_opt_out(learning_engine):
 def test_the_gate_refuses_a_sabotaged_candidate(learning_engine, drafter, kind):
     engine = learning_engine(drafter)
     hook: Learning = engine.hook
-    hook._has_work = False  # nothing is trained while these are served
+    hook._has_work = False  # no training while these are served
     prompts = toy_prompts(64, seed=1)
     for prompt in prompts:
         serve(engine, [prompt])
@@ -129,7 +129,7 @@ def test_the_gate_refuses_a_sabotaged_candidate(learning_engine, drafter, kind):
     assert [tuple(request.tokens) for request in serve(engine, prompts[:4], learn=False)] == before
 
 
-def test_a_candidate_is_the_mean_of_steps_and_a_worse_one_halves_the_rate(learning_engine, drafter):
+def test_candidate_averages_steps_and_a_worse_one_halves_learning_rate(learning_engine, drafter):
     engine = learning_engine(drafter, budget=1e-6)
     learner = engine.hook.learner
     serve(engine, toy_prompts(24, seed=6))
@@ -153,7 +153,7 @@ def test_a_candidate_is_the_mean_of_steps_and_a_worse_one_halves_the_rate(learni
         assert torch.equal(mean, served[name])
 
 
-def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp_path):
+def test_fall_of_live_acceptance_is_rolled_back(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
     hook: Learning = engine.hook
     good, served = hook.served.weights, served_weights(hook.served.network)
@@ -173,7 +173,7 @@ def test_live_acceptance_that_falls_is_rolled_back(learning_engine, drafter, tmp
     assert [event["event"] for event in hook.journal.events] == ["swap", "rollback"]
 
 
-def test_traffic_that_gets_harder_long_after_a_swap_is_not_blamed_on_it(learning_engine, drafter, monkeypatch):
+def test_harder_traffic_long_after_a_swap_causes_no_roll_back(learning_engine, drafter, monkeypatch):
     monkeypatch.setattr("fledge.learning.served.COMPARED_REQUESTS", 48)
     engine = learning_engine(drafter, budget=1e-6)
     hook: Learning = engine.hook
@@ -182,7 +182,7 @@ def test_traffic_that_gets_harder_long_after_a_swap_is_not_blamed_on_it(learning
     serve(engine, toy_prompts(47, seed=5))
     assert hook.served.before is not None
     serve(engine, toy_prompts(1, seed=6))
-    assert hook.served.before is None  # its weights are given up, too
+    assert hook.served.before is None  # the earlier weights are freed, too
     monkeypatch.setattr("fledge.learning.served.has_fallen", lambda *_: True)
     serve(engine, toy_prompts(8, seed=7))
     assert not hook.served.num_rollbacks
@@ -199,7 +199,7 @@ def test_the_recorded_coverage_of_the_draft_vocabulary_is_kept(target, tmp_path)
         engine.hook.close()
 
 
-def test_samples_of_a_training_that_was_dropped_may_be_used_again(learning_engine, drafter):
+def test_samples_of_discarded_training_can_be_used_again(learning_engine, drafter):
     engine = learning_engine(drafter, budget=1e-6)
     learner = engine.hook.learner
     serve(engine, toy_prompts(24, seed=6))
@@ -214,10 +214,10 @@ def test_samples_of_a_training_that_was_dropped_may_be_used_again(learning_engin
     kept = sum(one.uses for one in used)
     assert kept
     learner.refuse(Decision(False, "a test", is_worse=True))
-    assert sum(one.uses for one in used) == kept  # what the served weights learnt from stays used
+    assert sum(one.uses for one in used) == kept  # uses that are part of the served weights stay counted
 
 
-def test_after_a_restart_nothing_is_told_of_the_time_before_learning(learning_engine, drafter, tmp_path):
+def test_restart_has_no_figures_from_before_learning(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
     serve(engine, toy_prompts(8, seed=6))
     assert all(one["before"] for one in engine.hook.stats()["domains"].values())
@@ -232,7 +232,7 @@ def test_after_a_restart_nothing_is_told_of_the_time_before_learning(learning_en
     again.hook.close()
 
 
-def test_a_roll_back_does_not_use_up_the_time_for_collecting(learning_engine, drafter, monkeypatch):
+def test_roll_back_time_is_not_charged_to_collecting(learning_engine, drafter, monkeypatch):
     engine = learning_engine(drafter, budget=1e-6)
     hook: Learning = engine.hook
     list(hook.served.swap(hook.served.weights, ACCEPTED))
@@ -245,7 +245,7 @@ def test_a_roll_back_does_not_use_up_the_time_for_collecting(learning_engine, dr
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["", "first token unknown"])
 def test_prompts_longer_than_a_sample_are_learnt_from(learning_engine, drafter, monkeypatch, is_known):
-    """Their ends are, at their own positions, with the states of serving passes."""
+    """The last tokens of such prompts are kept at their own positions, with the states of the serving passes."""
     monkeypatch.setitem(MOST_READ_TOKENS, "cpu", 64)
     engine = learning_engine(drafter, budget=1e-6, micro_batch_tokens=64, engine={"prefix_caching": False})
     hook: Learning = engine.hook
@@ -256,7 +256,7 @@ def test_prompts_longer_than_a_sample_are_learnt_from(learning_engine, drafter, 
         hook.target.read([(prompts[0][:1], 1)])
     requests = serve(engine, prompts)
     assert min(request.num_answer for request in requests) >= LEAST_ANSWER
-    if not is_known:  # it is computed before the next step
+    if not is_known:  # its states are computed before the next step
         assert not any(one.text is not None for one in hook.ring.kept)
         for _ in range(100):
             engine.idle()
@@ -281,7 +281,7 @@ def test_prompts_longer_than_a_sample_are_learnt_from(learning_engine, drafter, 
 
 
 def test_the_next_turn_of_a_long_conversation_is_learnt_from(learning_engine, drafter, monkeypatch):
-    """The cache has its beginning: what is left out is that, and no more."""
+    """Only the tokens in the prefix cache are left out of the sample."""
     monkeypatch.setitem(MOST_READ_TOKENS, "cpu", 64)
     engine = learning_engine(drafter, budget=1e-6, micro_batch_tokens=64)
     target = engine.hook.target
@@ -325,13 +325,13 @@ def test_too_little_memory_for_the_gate_is_refused(learning_engine, drafter):
         learning_engine(drafter, memory_mb=1, min_held_out=120)
 
 
-def test_a_restart_goes_on_where_it_was(learning_engine, drafter, tmp_path):
+def test_restart_continues_with_the_saved_generation(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path)
     hook: Learning = engine.hook
     better = {name: value + 0.01 for name, value in hook.served.weights.items()}
     list(hook.served.swap(better, ACCEPTED))
     hook.close()
-    (tmp_path / ".generation-0002.killed").mkdir()  # what one that was killed in a save leaves
+    (tmp_path / ".generation-0002.killed").mkdir()  # left by a process killed during a save
     (tmp_path / ".current.json.killed").touch()
     again = learning_engine(None, folder=tmp_path)
     assert again.hook.served.generation == 1
@@ -341,16 +341,16 @@ def test_a_restart_goes_on_where_it_was(learning_engine, drafter, tmp_path):
     learner = again.hook.learner
     for _ in learner._measure_fixed():
         pass
-    assert learner.served.first_weights is None  # given up once the fixed set was measured with them
+    assert learner.served.first_weights is None  # freed after the fixed set is measured with them
     for number, weights in {0: hook.served.before.weights, 1: better}.items():
         assert learner.fixed.counts[number] == finished(learner._counted(learner.fixed.judged, weights))
     again.hook.close()
 
 
-def test_the_generation_that_a_roll_back_goes_to_is_not_deleted(learning_engine, drafter, tmp_path):
+def test_roll_back_generation_is_not_deleted(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path, budget=1e-6, keep_generations=2)
     hook: Learning = engine.hook
-    for _ in range(7):  # so fast that too few requests see each: generation 1 stays the baseline
+    for _ in range(7):  # too few requests between swaps: generation 1 stays the baseline
         list(hook.served.swap(hook.served.weights, ACCEPTED))
         if hook.served.generation == 1:
             serve(engine, toy_prompts(32, seed=4))
@@ -361,7 +361,7 @@ def test_the_generation_that_a_roll_back_goes_to_is_not_deleted(learning_engine,
     assert sorted(path.name[-1] for path in tmp_path.glob("generation-*")) == ["0", "1", "5", "6", "7"]
 
 
-def test_a_roll_back_to_a_generation_that_was_not_saved_chooses_the_one_before(learning_engine, drafter, tmp_path, caplog):
+def test_roll_back_to_unsaved_generation_uses_an_earlier_one(learning_engine, drafter, tmp_path, caplog):
     engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
     hook: Learning = engine.hook
     generations, save = hook.journal.generations, hook.journal.generations.save
@@ -378,14 +378,14 @@ def test_a_roll_back_to_a_generation_that_was_not_saved_chooses_the_one_before(l
     hook.roll_back("a test")
     hook.close()
     assert hook.served.generation == 2
-    assert generations.current == 1  # not 3, which fell
+    assert generations.current == 1  # not 3, whose acceptance fell
     assert "generation 2 was not saved; a restart continues with generation 1" in caplog.text
     shutil.rmtree(tmp_path / "generation-0000")
     with pytest.raises(FileNotFoundError, match="generation-0000"):
         generations.choose(0)
 
 
-def test_a_failure_after_a_swap_names_the_generation_that_is_served(learning_engine, drafter, monkeypatch, caplog):
+def test_failure_after_a_swap_names_served_generation(learning_engine, drafter, monkeypatch, caplog):
     engine = learning_engine(drafter, budget=1e-6)
     hook: Learning = engine.hook
     monkeypatch.setattr(engine, "forget_drafts", lambda: 1 / 0)
@@ -394,7 +394,7 @@ def test_a_failure_after_a_swap_names_the_generation_that_is_served(learning_eng
     assert hook.stats()["generation"] == 1
 
 
-def test_weights_are_on_the_disk_before_they_are_chosen(learning_engine, drafter, tmp_path, monkeypatch):
+def test_weights_are_synced_before_they_are_chosen(learning_engine, drafter, tmp_path, monkeypatch):
     synced, fsync, choose = set(), os.fsync, Generations.choose
 
     def noted(descriptor):
@@ -433,18 +433,18 @@ def test_a_folder_of_another_target_or_drafter_is_refused(learning_engine, draft
     with pytest.raises(UserError, match="belongs to another target model"):
         learning_engine(drafter, folder=tmp_path / "given", budget=1e-6, model=changed)
     caplog.clear()
-    for given in (drafter, None):  # the same one, or none named
+    for given in (drafter, None):  # the same drafter, or none given
         engine = learning_engine(given, folder=tmp_path / "given", budget=1e-6)
         assert engine.hook.served.generation == 1
         assert f"continues with generation 1 of {tmp_path / 'given'}" in caplog.text
         engine.hook.close()
 
 
-def test_no_number_is_given_twice(learning_engine, drafter, tmp_path):
+def test_generation_numbers_are_not_reused(learning_engine, drafter, tmp_path):
     engine = learning_engine(drafter, folder=tmp_path, budget=1e-6)
     list(engine.hook.served.swap(engine.hook.served.weights, ACCEPTED))
     engine.hook.close()
-    (tmp_path / "current.json").unlink()  # to start anew
+    (tmp_path / "current.json").unlink()  # restarts from generation 0
     again = learning_engine(drafter, folder=tmp_path, budget=1e-6)
     assert again.hook.served.generation == 0
     list(again.hook.served.swap(again.hook.served.weights, ACCEPTED))
@@ -452,7 +452,7 @@ def test_no_number_is_given_twice(learning_engine, drafter, tmp_path):
     assert again.hook.served.generation == 2
 
 
-def test_a_warm_start_is_one_after_a_restart_too(learning_engine, tmp_path):
+def test_warm_start_state_survives_a_restart(learning_engine, tmp_path):
     engine = learning_engine(folder=tmp_path, learning_rate=0.0)
     engine.hook.close()
     again = learning_engine(folder=tmp_path, learning_rate=0.0)
@@ -471,7 +471,7 @@ def test_a_warm_start_is_one_after_a_restart_too(learning_engine, tmp_path):
     assert last.drafter.fallback is None
 
 
-def test_a_drafter_that_was_given_is_not_taken_for_a_warm_start(learning_engine, drafter, tmp_path):
+def test_given_drafter_is_not_treated_as_warm_start(learning_engine, drafter, tmp_path):
     for given in (drafter, None):
         engine = learning_engine(given, folder=tmp_path, learning_rate=0.0)
         assert engine.hook.config.learning_rate == TRAINED_RATE
@@ -479,7 +479,7 @@ def test_a_drafter_that_was_given_is_not_taken_for_a_warm_start(learning_engine,
         engine.hook.close()
 
 
-def test_out_of_memory_ends_learning_alone(learning_engine, drafter, monkeypatch, caplog):
+def test_out_of_memory_ends_only_learning(learning_engine, drafter, monkeypatch, caplog):
     engine = learning_engine(drafter)
 
     def no_memory(*_):
@@ -497,7 +497,7 @@ def test_out_of_memory_ends_learning_alone(learning_engine, drafter, monkeypatch
 
 @pytest.mark.parametrize("where", ["Learner.warm_up", "Learner.__init__", "FixedSet.of", "Engine._step"])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("a test"), RuntimeError("can't allocate memory")])
-def test_out_of_memory_at_the_start_ends_learning_alone(learning_engine, drafter, monkeypatch, caplog, where, error):
+def test_out_of_memory_at_the_start_ends_only_learning(learning_engine, drafter, monkeypatch, caplog, where, error):
     def no_memory(*_, **__):
         raise error
 
@@ -513,8 +513,8 @@ def test_out_of_memory_at_the_start_ends_learning_alone(learning_engine, drafter
     engine.check_integrity()
 
 
-def test_a_step_is_compiled_at_the_start_where_that_is_possible(learning_engine, drafter, monkeypatch, caplog):
-    """As on a GPU: one shape for all batches. A compiler that fails costs speed alone."""
+def test_step_is_compiled_in_the_warm_up(learning_engine, drafter, monkeypatch, caplog):
+    """As on a GPU, where all batches have one shape. A compiler failure falls back to eager."""
     learner = learning_engine(drafter, budget=1e-6).hook.learner
     monkeypatch.setattr(learner.candidate, "is_cpu", False)
     compiled = []
@@ -539,7 +539,7 @@ def test_a_step_is_compiled_at_the_start_where_that_is_possible(learning_engine,
     list(learner.warm_up())
     assert not learner.candidate.objective.is_compiled
     assert "torch.compile failed (a test" in caplog.text
-    assert learner.counts.steps == 0  # of the warm-up
+    assert learner.counts.steps == 0  # the warm-up is not counted
 
 
 def test_a_loss_that_is_not_finite_is_dropped(learning_engine, drafter):
@@ -556,10 +556,10 @@ def test_a_loss_that_is_not_finite_is_dropped(learning_engine, drafter):
 
 
 def test_n_grams_are_measured_over_all_passes_and_compared_at_each_gate(learning_engine):
-    """Most passes have no n-gram draft: counting only those that have one overrates them."""
+    """Most passes have no n-gram draft; counting only passes with one would overestimate n-grams."""
     engine = learning_engine(budget=1e-6)
     served = engine.hook.served
-    served.choose_drafts(Decision(True, "a test", recent_after=1.01))  # nothing was served: nothing is known of n-grams
+    served.choose_drafts(Decision(True, "a test", recent_after=1.01))  # nothing was served: no n-gram measurement yet
     assert engine.drafter.fallback is not None
     requests = serve(engine, toy_prompts(64, seed=1))
     tokens, accepted = (sum(values) for values in zip(*((r.num_answer, r.stats.accepted) for r in requests), strict=True))
@@ -568,12 +568,12 @@ def test_n_grams_are_measured_over_all_passes_and_compared_at_each_gate(learning
     assert acceptance(requests) > per_pass + 0.05
     served.choose_drafts(Decision(False, "a test", recent_before=per_pass - 0.01, recent_after=9.0))
     assert engine.drafter.fallback is not None
-    served.choose_drafts(Decision(False, "a test", recent_before=per_pass + 0.01))  # the serving one, after a refusal too
+    served.choose_drafts(Decision(False, "a test", recent_before=per_pass + 0.01))  # also after a refusal
     assert engine.drafter.fallback is None
 
 
 def test_the_first_drafts_come_from_n_grams(learning_engine):
-    """Day 0: until the drafter is better. It follows the target meanwhile."""
+    """On day 0 n-grams draft until the drafter is better; the drafter runs alongside."""
     engine = learning_engine(budget=1e-6)
     repeated = toy_prompts(1, seed=8)[0]
     stats = serve(engine, [repeated * 3])[0].stats

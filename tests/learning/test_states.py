@@ -1,4 +1,4 @@
-"""Collected hidden states are those that the target computes over the whole text; weights are swapped in place."""
+"""Collected hidden states equal those the target computes over the whole text; weights are swapped in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_collected_states_equal_computed_ones(learning_engine, capture):
     engine = learning_engine(capture=capture, budget=1e-6, engine={"prefix_caching": capture is None})
     engine.drafter.fallback = None
     prompts = toy_prompts(24 if capture is None else 10, seed=11)
-    shared = [3] * 32  # of which the cache has two pages from the second request on
+    shared = [3] * 32  # two pages that the prefix cache has from the second request on
     serve(engine, [shared + prompt for prompt in prompts[:5]] + prompts[5:], concurrency=5)
     hook = engine.hook
     collected = [one for one in hook.ring.kept if one.text is not None]
@@ -33,19 +33,19 @@ def test_collected_states_equal_computed_ones(learning_engine, capture):
         found, expected = sample.text, hook.target.read([(sample.tokens, sample.answer_start)])[0]
         for mine, other in zip([*found.taps, found.hidden_TD], [*expected.taps, expected.hidden_TD], strict=True):
             assert len(mine) == len(other)
-            # bf16, and another order of sums; nothing reads the last token's.
+            # Tolerance for bf16 and another summation order. The last token's states are unused.
             torch.testing.assert_close(mine[:-1].float(), other[:-1].float(), rtol=0.02, atol=0.05)
 
 
-def test_a_cached_beginning_is_known_once_a_text_with_it_was_read(learning_engine):
-    """Nothing is computed while requests run: the next read of a text fills it in."""
+def test_cached_prefix_is_known_after_reading_a_text_with_it(learning_engine):
+    """States of a cached prefix are not computed while requests run; the next read of a text with it adds them."""
     target = learning_engine(budget=1e-6).hook.target
     tokens = [3, *range(4, 30)]
     whole = target.read([(tokens, 20)])[0]
     *taps, _ = states = [*whole.taps, torch.randn(len(tokens), target.hidden_size)]
     assert target.collected(tokens, 20, 16, [layer[16:] for layer in states], 256) is None
     assert list(target.unknown) == [tuple(tokens[:16])]
-    for other in range(30, 30 + MAX_PREFIXES + 3):  # the last asked for stay
+    for other in range(30, 30 + MAX_PREFIXES + 3):  # only the most recent ones are kept
         assert target.collected([other, *tokens[1:]], 20, 16, [layer[16:] for layer in states], 256) is None
     assert len(target.unknown) == MAX_PREFIXES
     assert target.collected(tokens, 20, 16, [layer[16:] for layer in states], 256) is None
@@ -56,7 +56,7 @@ def test_a_cached_beginning_is_known_once_a_text_with_it_was_read(learning_engin
 
 
 def test_captured_cycles_train_and_swap(learning_engine, drafter):
-    """Without graphs: the same functions, addresses and order."""
+    """Runs the captured executor's functions without CUDA graphs: same functions, addresses and order."""
     engine = learning_engine(capture=False)
     hook = engine.hook
     address = hook.served.network.fc.weight.data_ptr()
@@ -64,7 +64,7 @@ def test_captured_cycles_train_and_swap(learning_engine, drafter):
     while not hook.learner.counts.steps:
         assert engine.idle()
     better = {name: value.detach() for name, value in drafter.named_parameters()}
-    for prompt in toy_prompts(4, seed=13):  # requests run on through the swap
+    for prompt in toy_prompts(4, seed=13):  # requests continue through the swap
         engine.add_request(prompt, GREEDY)
     engine.step()
     list(hook.served.swap(better, Decision(True, "a test")))
@@ -77,8 +77,8 @@ def test_captured_cycles_train_and_swap(learning_engine, drafter):
 
 @pytest.mark.parametrize("own_head", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_swap_leaves_what_a_fresh_start_with_the_weights_has(learning_engine, dtype, own_head):
-    """A head of its own is packed in 5 bits, which are 6 with the blocks' scales."""
+def test_swap_equals_fresh_start_with_the_same_weights(learning_engine, dtype, own_head):
+    """The drafter's own head is packed in 5 bits, 6 with block scales."""
     first = EagleDrafter(replace(initial_drafter_config(toy.TARGET), own_head=own_head))
     engine = learning_engine(first, budget=1e-6, engine={"dtype": dtype})
     network, hook = engine.hook.served.network, engine.hook
@@ -129,11 +129,11 @@ def test_a_micro_step_makes_launch_ahead_skip_a_record(learning_engine, drafter)
     assert pace.skips_next
 
 
-def test_a_target_that_is_not_served_in_bf16_is_trained_with(learning_engine, drafter, monkeypatch):
-    """As on a GPU, where a training step computes in bf16."""
+def test_training_with_a_target_not_served_in_bf16(learning_engine, drafter, monkeypatch):
+    """Training steps compute in bf16, as on a GPU."""
     for module in ("target", "candidate"):
         monkeypatch.setattr(f"fledge.learning.{module}.training_dtype", lambda _: torch.bfloat16)
-    engine = learning_engine(drafter, budget=1e-6, capture=False)  # in fp32, not packed
+    engine = learning_engine(drafter, budget=1e-6, capture=False)  # serves in fp32, unpacked
     assert engine.decoder.dtype == torch.float32
     learner = engine.hook.learner
     serve(engine, toy_prompts(12, seed=12))
@@ -146,8 +146,8 @@ def test_a_target_that_is_not_served_in_bf16_is_trained_with(learning_engine, dr
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_a_target_in_another_type_than_bf16_is_trained_with_on_a_card(dtype, learning_engine):
-    """Its states come from captured cycles, and the drafter is made from its last layer."""
+def test_training_on_gpu_with_a_target_not_in_bf16(dtype, learning_engine):
+    """The states come from captured cycles, and the drafter starts from the target's last layer."""
     engine = learning_engine(engine={"device": "cuda", "dtype": dtype}, budget=1e-6)
     serve(engine, toy_prompts(12, seed=12))
     learner = engine.hook.learner

@@ -1,4 +1,4 @@
-"""What kind of traffic is learnt first, and what one client's traffic does to the others."""
+"""Which traffic is learnt first, and how one client's traffic affects the others."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from tests.learning.conftest import GREEDY, acceptance, serve, toy_prompts
 
 
 def strange_prompts(count: int, seed: int) -> list[list[int]]:
-    """Such as the drafter has never seen."""
+    """Prompts of a kind that the drafter was not trained on."""
     return [[*prompt[:-1], *prompt[1:]] * 2 for prompt in toy_prompts(count, seed, kind="spell")]
 
 
-def test_what_the_guard_shortened_is_learnt_first_and_a_swap_relaxes_the_guard(learning_engine, drafter, monkeypatch):
-    monkeypatch.setattr("fledge.learning.collector.NOVEL_PRIORITY", 0.0)  # what needs more than 1 was shortened
+def test_shortened_requests_are_learnt_first_and_a_swap_resets_the_guard(learning_engine, drafter, monkeypatch):
+    monkeypatch.setattr("fledge.learning.collector.NOVEL_PRIORITY", 0.0)  # then only shortened requests have a higher priority
     engine = learning_engine(drafter, budget=1e-6, drift_guard=True)
     hook, guard = engine.hook, engine.controller.guard
-    # Judged by acceptance alone: this drafter is unsure of strange texts, which the guard then takes for hard ones.
+    # Without confidences: this drafter has low confidence on such texts, and the guard would treat them as hard.
     monkeypatch.setattr(
         guard, "record", lambda *args, **options: type(guard).record(guard, *args, **options | {"confidences": ()})
     )
-    serve(engine, toy_prompts(64, seed=41))  # what is usual
+    serve(engine, toy_prompts(64, seed=41))  # calibrates the guard
     assert not guard.usual[False].steps_left
     hook.ring.forget_all()
     before = guard.counts.requests
@@ -32,11 +32,11 @@ def test_what_the_guard_shortened_is_learnt_first_and_a_swap_relaxes_the_guard(l
     shortened = guard.counts.requests - before
     assert shortened >= 2
     samples = hook.ring.kept
-    needy = [one for one in samples if one.priority > SHORTENED_PRIORITY]
-    assert shortened / 2 <= len(needy) <= shortened  # some were repeated
-    assert not hook.collector.shortened  # none of them runs any more
+    shortened_samples = [one for one in samples if one.priority > SHORTENED_PRIORITY]
+    assert shortened / 2 <= len(shortened_samples) <= shortened  # some texts are repeated
+    assert not hook.collector.shortened  # none of these requests is running
     drawn = hook.ring.draw(200)
-    assert sum(one in needy for one in drawn) / len(drawn) > 1.5 * len(needy) / len(samples)
+    assert sum(one in shortened_samples for one in drawn) / len(drawn) > 1.5 * len(shortened_samples) / len(samples)
 
     for prompt in strange_prompts(6, seed=44):
         engine.add_request(prompt, GREEDY)
@@ -51,12 +51,12 @@ def test_what_the_guard_shortened_is_learnt_first_and_a_swap_relaxes_the_guard(l
 
 
 def loops(count: int, seed: int) -> list[list[int]]:
-    """No two alike, so that none is dropped as repeated."""
+    """Different prompts that loop, so that none is dropped as a repetition."""
     draw, words = random.Random(seed), range(3, len(toy.WORDS))
     return [[1, *draw.sample(words, 3) * 8, *draw.sample(words, 4)] for _ in range(count)]
 
 
-def test_a_flood_of_loops_costs_others_nothing(learning_engine, drafter):
+def test_flood_of_loops_does_not_affect_other_clients(learning_engine, drafter):
     engine = learning_engine(drafter, held_out_texts=32, min_held_out=12)
     hook = engine.hook
     judged = toy_prompts(32, seed=71)
@@ -65,7 +65,7 @@ def test_a_flood_of_loops_costs_others_nothing(learning_engine, drafter):
     looked_at, now = 0, 0.0
     hook.collector.admission = Admission(20.0, lambda: now)
     for number, prompt in enumerate(others):
-        now += 0.125  # 40 requests a second, 32 of them of the flood
+        now += 0.125  # 40 requests per second, 32 of them from the flood
         serve(engine, loops(4, seed=number), client="flood")
         skipped = hook.collector.skipped
         serve(engine, [prompt], client=f"other {number % 3}")
@@ -74,7 +74,7 @@ def test_a_flood_of_loops_costs_others_nothing(learning_engine, drafter):
     for _ in range(200):
         engine.idle()
     after = acceptance(serve(engine, judged, learn=False))
-    assert looked_at == 96  # none of the others' requests gave way
+    assert looked_at == 96  # no request of the other clients was skipped
     assert hook.collector.skipped
     assert hook.learner.counts.candidates
-    assert after >= 0.95 * before  # the gate tells no less apart with 32 texts
+    assert after >= 0.95 * before  # the resolution of the gate with 32 texts

@@ -30,8 +30,8 @@ INSTRUCT = (
     "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
     "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
 )
-# What Qwen 3's does: thoughts (reasoning_content, or inside the content) are dropped before the last user's query and kept
-# after it; an answer without one gets an empty thought there; thinking can be switched off.
+# Behaves as Qwen 3's template. Reasoning (reasoning_content, or inside the content) is dropped before the last user turn and
+# kept after it, where an answer without reasoning gets an empty block. Thinking can be switched off.
 QWEN3 = (
     "{%- if tools %}{{- '<|im_start|>system\nTools: ' + tools | tojson + '<|im_end|>\n' }}"
     "{%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}{%- endif %}"
@@ -58,14 +58,14 @@ QWEN3 = (
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
     "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
 )
-# DeepSeek R1's way: the prompt opens a thought, which cannot be switched off, and no past answer keeps its own.
+# As DeepSeek R1: the prompt opens a <think> block, which cannot be switched off; past answers lose their reasoning.
 ALWAYS_THINKING = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
     "{{ message['content'].split('</think>')[-1].lstrip('\n') + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
 )
 
-# Tool calls and reasoning, which it drops before the last user's turn, as Qwen 3 does; reasoning can be switched off.
+# Supports tool calls and reasoning. Drops reasoning before the last user turn, as Qwen 3; it can be switched off.
 TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\nTools: ' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
     "{% set last = namespace(query=0) %}{% for message in messages %}{% if message['role'] == 'user' %}"
@@ -110,7 +110,7 @@ def system(text: str) -> dict[str, str]:
 
 
 def prompts_of_toy(path: Path, count: int) -> Path:
-    """A file of questions that the toy can answer."""
+    """Writes a file of prompts that the toy target can answer."""
     draw = random.Random(0)
     texts = [" ".join(toy.WORDS[token] for token in toy.conversation(draw)[0][1:-1]) for _ in range(count)]
     path.write_text("".join(json.dumps({"id": str(i), "turns": [text]}) + "\n" for i, text in enumerate(texts)))

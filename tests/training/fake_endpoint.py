@@ -1,4 +1,4 @@
-"""A vLLM server with vLLM's protocol for hidden states and our decoder inside: requests in, files out."""
+"""A fake vLLM server: our decoder behind vLLM's protocol, with hidden states written to files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class FakeEndpoint:
     layers: tuple[int, ...]
     folder: Path
     max_model_len: int = 512
-    max_answer: int = 512  # a request for more tokens gets so many
+    max_answer: int = 512  # upper limit of max_tokens
     hands_out_states: bool = True
-    failures: int = 0  # how many requests are answered by 503 before one is answered
-    write_seconds: float = 0.0  # from the answer to the end of the writing
-    extra_token: bool = False  # answers about another prompt
+    failures: int = 0  # the number of requests answered with 503 first
+    write_seconds: float = 0.0  # time from the response until the states file is complete
+    extra_token: bool = False  # write states for a prompt with one more token
     requests: list[list[int]] = field(default_factory=list)
     url: str = ""
 
@@ -61,7 +61,7 @@ class FakeEndpoint:
         return self.decoder(torch.tensor(tokens), torch.arange(len(tokens)), causal_attend(), self.layers)
 
     def write(self, path: Path, tokens: list[int]) -> None:
-        """As vLLM does: the lock is held when the answer goes out, the file comes later."""
+        """Writes states as vLLM does: the lock is held when the response is sent, and the file is complete later."""
         states = torch.stack(self.run(tokens).taps, 1)
         data = save({"hidden_states": states, "token_ids": torch.tensor(tokens)})
         lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
@@ -78,7 +78,7 @@ class FakeEndpoint:
 
 @contextmanager
 def serving(endpoint: FakeEndpoint) -> Iterator[FakeEndpoint]:
-    """Also serves the folder's files, as a plain file server beside vLLM would."""
+    """Runs the server. It also serves the folder's files over HTTP, as a file server next to vLLM would."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"

@@ -1,4 +1,4 @@
-"""`fledge train --arms`: several drafters on the same batches, each as if it had been trained alone."""
+"""`fledge train --arms`: several drafters are trained on the same batches, with the same results as training each alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def figures(output: str | Path) -> list[dict]:
 
 
 def test_arms_equal_the_same_recipes_trained_alone(recipe, tmp_path, monkeypatch):
-    """To the bit, logs and evaluations too; with one pass of the target a batch for all of them."""
+    """Weights, logs and evaluations are bit-identical; the target runs once per batch for all arms."""
     passes = []
     original = DecoderTarget.states
     monkeypatch.setattr(DecoderTarget, "states", lambda self, *a, **k: (passes.append(1), original(self, *a, **k))[1])
@@ -89,7 +89,7 @@ def test_arms_equal_the_same_recipes_trained_alone(recipe, tmp_path, monkeypatch
         assert figures(together) == figures(alone.output)
         assert results[name].best_acceptance_length == result.best_acceptance_length
         assert results[name].best_folder == together / "best"
-        # The same passes, but for the few states that each arm's start is measured by.
+        # The same number of passes, except the few that measure each arm's start.
         assert shared - len(passes) == len(ARMS) - 1
     configs = {name: load_drafter(Path(recipe.output) / name / "best").config for name in ARMS}
     assert [(config.version, config.window, config.num_layers) for config in configs.values()] == [
@@ -99,7 +99,7 @@ def test_arms_equal_the_same_recipes_trained_alone(recipe, tmp_path, monkeypatch
     ]
 
 
-def test_a_run_killed_between_two_arms_goes_on_from_the_step_that_both_have(recipe, tmp_path, monkeypatch):
+def test_run_killed_between_arms_resumes_from_last_common_step(recipe, tmp_path, monkeypatch):
     whole = replace(recipe, output=str(tmp_path / "whole"))
     train_arms(whole, TEXTS[:2])
 
@@ -128,13 +128,13 @@ def test_a_run_killed_between_two_arms_goes_on_from_the_step_that_both_have(reci
         assert figures(Path(recipe.output) / name) == figures(tmp_path / "whole" / name)
 
 
-def test_an_arm_that_was_not_there_is_refused_to_a_resumed_run(recipe):
+def test_resumed_run_refuses_a_new_arm(recipe):
     train_arms(replace(recipe, run=replace(recipe.run, steps=2)), TEXTS[:1])
     with pytest.raises(UserError, match="no checkpoint of the same step"):
         train_arms(recipe, TEXTS[:2])
 
 
-def test_an_arms_folder_is_a_run_that_can_be_continued_alone(recipe):
+def test_an_arm_can_be_resumed_alone(recipe):
     train_arms(recipe, TEXTS[:2])
     alone = replace(with_overrides(recipe, ARMS["eagle3"].split()), output=f"{recipe.output}/eagle3")
     assert train(replace(alone, run=replace(alone.run, steps=8))).step == 8
@@ -152,20 +152,20 @@ def test_an_arms_folder_is_a_run_that_can_be_continued_alone(recipe):
         ("../up=seed=3", "write NAME=KEY=VALUE"),
     ],
 )
-def test_what_arms_cannot_differ_in_is_refused_by_name(recipe, arm, said):
+def test_settings_that_arms_must_share_are_refused_by_name(recipe, arm, said):
     with pytest.raises(RecipeError, match=said):
         arm_recipes(recipe, [TEXTS[0], arm])
     assert not Path(recipe.output).exists()
 
 
-def test_names_are_used_once_and_patience_is_refused(recipe):
+def test_duplicate_names_and_patience_are_refused(recipe):
     with pytest.raises(RecipeError, match="eagle3 is given twice"):
         arm_recipes(recipe, [TEXTS[0], TEXTS[0]])
     with pytest.raises(RecipeError, match=r"run\.patience"):
         arm_recipes(replace(recipe, run=replace(recipe.run, patience=2)), TEXTS)
 
 
-def test_the_command_trains_arms_and_says_which_is_which(recipe, tmp_path, monkeypatch):
+def test_command_trains_and_names_arms(recipe, tmp_path, monkeypatch):
     app = typer.Typer()
     app.command()(command)
     path = tmp_path / "recipe.yaml"

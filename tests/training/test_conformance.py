@@ -1,4 +1,4 @@
-"""Training step k equals serving step k: the same tokens through the unroll and, one by one, through the engine's drafter."""
+"""Training step k equals serving step k: the unroll and the engine's drafter, token by token, give the same results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VARIANTS = {
 
 
 class Text:
-    """What the drafter sees of a request."""
+    """The attributes of a request that the drafter reads."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.tokens, self.pages = tokens, list(range(8))
@@ -50,7 +50,7 @@ class Text:
 
 @pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS.keys())
 def test_training_step_equals_serving_step(flags):
-    # In fp64, for the tiny networks are wild: in fp32 rounding alone grows to 1e-3 within a few steps.
+    # In fp64: the tiny networks have large weights, and in fp32 rounding alone grows to 1e-3 within a few steps.
     decoder = tiny_decoder().double()
     drafter = tiny_drafter(tiny_drafter_config(**flags)).double().share(decoder.embed_tokens, decoder.lm_head)
     generator = torch.Generator().manual_seed(5)
@@ -78,8 +78,8 @@ def test_training_step_equals_serving_step(flags):
             torch.testing.assert_close(drafter.logits(trained[step][row]), drafter.logits(hidden[0]), rtol=1e-8, atol=1e-8)
 
 
-def test_a_wrong_feedback_would_be_seen():
-    """The comparison has teeth: feeding back the other state changes the second step."""
+def test_wrong_feedback_changes_the_second_step():
+    """Shows that the comparison can fail: feeding back the other state changes the second step."""
     tokens = torch.arange(LENGTH)[None]
     taps = [torch.randn(LENGTH, 32, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     masks = step_masks(document_starts(torch.ones(1, LENGTH)), 2, None, flex=False)

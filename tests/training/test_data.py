@@ -1,4 +1,4 @@
-"""Reading chats, finding the assistant's tokens in them, augmentation, filtering, and the cache."""
+"""Training data: reading chats, the loss mask, augmentation, filtering and the cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_loss_on_every_answer_and_its_end_of_turn():
     tokenizer = chat_tokenizer()
     sample = tokenize_conversation(Conversation(TWO_TURNS), ChatFormat(tokenizer))
     assert learnt(sample, tokenizer) == ["Hello!<|im_end|>", "I am fine.<|im_end|>"]
-    # All that the model sees is there, with the default system prompt, and in the ids that serving would use.
+    # The sample has all tokens of the conversation, with the default system prompt and the same ids as in serving.
     rendered = tokenizer.apply_chat_template(TWO_TURNS, add_generation_prompt=False)
     assert sample.tokens.tolist() == rendered[: len(sample)]
     assert text_of(sample, tokenizer).startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>")
@@ -60,7 +60,7 @@ def test_loss_on_every_answer_and_its_end_of_turn():
     assert sample.loss_mask.dtype == bool
 
 
-def test_the_prompt_before_an_answer_is_what_serving_encodes():
+def test_prompt_before_answer_equals_serving_prompt():
     tokenizer = chat_tokenizer()
     sample = tokenize_conversation(Conversation(TWO_TURNS), ChatFormat(tokenizer))
     for turn, (start, _) in enumerate(sample.answers()):
@@ -93,8 +93,8 @@ def test_template_without_generation_prompt_leaves_the_space_to_the_model():
 THOUGHT = "<think>\nso\n</think>\n\n"
 
 
-def test_thoughts_inside_answers_are_learnt_where_the_template_keeps_them():
-    """Chat files have them inside the content. Of earlier turns the template drops them: those answers are context alone."""
+def test_reasoning_has_loss_where_the_template_keeps_it():
+    """Chat files have reasoning inside the content. The template drops it from earlier turns: those answers have no loss."""
     tokenizer = chat_tokenizer(QWEN3)
     messages = (user("Hi"), assistant(THOUGHT + "Hello!"), user("Why?"), assistant(THOUGHT + "Because."))
     sample = tokenize_conversation(Conversation(messages), ChatFormat(tokenizer))
@@ -102,21 +102,21 @@ def test_thoughts_inside_answers_are_learnt_where_the_template_keeps_them():
     assert text_of(sample, tokenizer).count("so") == 1
     assert "Hello!" in text_of(sample, tokenizer)
     sample = tokenize_conversation(Conversation((*messages[:3], assistant("Because."))), ChatFormat(tokenizer))
-    assert learnt(sample, tokenizer) == ["Because.<|im_end|>"]  # the empty thought before it is the template's
+    assert learnt(sample, tokenizer) == ["Because.<|im_end|>"]  # the template adds the empty <think> block before it
 
 
-def test_thoughts_are_learnt_whatever_the_template_makes_of_them():
+def test_reasoning_of_the_last_answer_has_loss():
     messages = (user("Hi"), assistant(THOUGHT + "Hello!"))
     plain = tokenize_conversation(Conversation(messages), ChatFormat(chat_tokenizer()))
     assert learnt(plain, chat_tokenizer()) == [THOUGHT + "Hello!<|im_end|>"]
-    tokenizer = chat_tokenizer(ALWAYS_THINKING)  # its prompt opens the thought, and it drops it from what is past
+    tokenizer = chat_tokenizer(ALWAYS_THINKING)  # the prompt opens the <think> block, and past answers lose theirs
     sample = tokenize_conversation(Conversation(messages), ChatFormat(tokenizer))
     assert learnt(sample, tokenizer) == ["so\n</think>\n\nHello!<|im_end|>"]
     assert text_of(sample, tokenizer).endswith("assistant\n" + THOUGHT + "Hello!<|im_end|>")
 
 
 def written(tokenizer, answer: str, *, thinks: bool = True, ends: bool = True) -> Conversation:
-    """As `fledge regenerate` has it: text, and the ids that the target saw and wrote."""
+    """A conversation as `fledge regenerate` writes it: text, and the ids that the target read and generated."""
     options = {"enable_thinking": thinks}
     prompt = tokenizer.apply_chat_template([user("Hi")], **options)
     ids = tokenizer.encode(answer, add_special_tokens=False) + [tokenizer.eos_token_ids[0]] * ends
@@ -125,7 +125,7 @@ def written(tokenizer, answer: str, *, thinks: bool = True, ends: bool = True) -
 
 @pytest.mark.parametrize("template", [QWEN3, ALWAYS_THINKING])
 @pytest.mark.parametrize("choice", [{"system_probability": 1.0}, {"template_probability": 1.0}], ids=["system", "template"])
-def test_augmented_thoughts_are_whole_or_left_as_they_are(template, choice):
+def test_augmentation_keeps_reasoning_whole(template, choice):
     tokenizer = chat_tokenizer(template)
     opened = template == ALWAYS_THINKING
     thought = THOUGHT.removeprefix("<think>\n") if opened else THOUGHT
@@ -155,16 +155,16 @@ def test_another_chat_template_can_be_given():
 def test_exact_ids_are_kept_and_a_cut_off_answer_has_no_end():
     tokenizer = chat_tokenizer()
     end = tokenizer.eos_token_ids[0]
-    odd = [70, 71, 72]  # ids that no encoder would choose for any text here
+    odd = [70, 71, 72]  # ids that the tokenizer does not produce for this text
     turns = (TokenTurn([5, 6], [*odd, end]), TokenTurn([5, 6, *odd, end, 9], [80, 81]))
     sample = tokenize_conversation(Conversation(TWO_TURNS, turns), ChatFormat(tokenizer))
     assert sample.tokens.tolist() == [5, 6, *odd, end, 9, 80, 81]
     assert sample.loss_mask.tolist() == [False, False, True, True, True, True, False, True, True]
-    # Rendered anew, the context changes and the answers' ids do not.
+    # With another template the context changes, and the answers keep their ids.
     rendered = tokenize_conversation(Conversation(TWO_TURNS, turns), ChatFormat(tokenizer, CHATML))
     spans = [rendered.tokens[a:b].tolist() for a, b in rendered.answers()]
     assert spans == [[*odd, end], [80, 81]]
-    assert (rendered.tokens == end).sum() == 4  # system, user, answer, user: none twice, none after the cut
+    assert (rendered.tokens == end).sum() == 4  # system, user, answer, user; none after the cut-off answer
 
 
 # --- reading ----------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_reads_openai_sharegpt_and_token_lines(tmp_path):
     assert tokens.turns == (TokenTurn([1, 2], [3]),)
 
 
-def test_turns_that_do_not_continue_each_other_become_samples_of_their_own(tmp_path):
+def test_turns_with_rewritten_prompts_become_separate_samples(tmp_path):
     turns = [{"prompt_ids": [1], "answer_ids": [2]}, {"prompt_ids": [1, 2, 3], "answer_ids": [4]}]
     rewritten = {"prompt_ids": [1, 9, 3, 4, 5], "answer_ids": [6]}
     messages = [*TWO_TURNS, user("More"), assistant("No.")]
@@ -246,7 +246,7 @@ def test_report_counts_everything_that_is_not_kept(tmp_path):
     tokenizer = chat_tokenizer()
     samples, report = load_samples(path, tokenizer, max_length=200, long="drop")
     assert (report.conversations, report.kept, report.looping, report.empty, report.too_long_dropped) == (5, 2, 2, 1, 1)
-    assert learnt(samples[1], tokenizer) == ["Hello!<|im_end|>"]  # cut before the loop
+    assert learnt(samples[1], tokenizer) == ["Hello!<|im_end|>"]  # truncated before the loop
     assert report.tokens == sum(map(len, samples))
     assert report.answer_tokens == samples.loss_mask.sum()
     for words in ("2 of 5", "2 looping", "1 empty", "1 dropped as too long (conversation or prompt)"):
@@ -259,7 +259,7 @@ def test_report_counts_everything_that_is_not_kept(tmp_path):
 
 
 def test_a_long_sample_keeps_its_prompt_and_a_prompt_too_long_is_dropped(tmp_path):
-    """What follows the cut is not trained on: the target never saw it without its prompt."""
+    """Text after the truncation is not trained on: the target never saw it without its prompt."""
     words = " ".join(str(n) for n in range(200))
     path = write(
         tmp_path / "a.jsonl",
@@ -281,7 +281,7 @@ def test_refusals_of_the_template_are_counted_and_an_empty_data_set_is_an_error(
         load_samples(path, chat_tokenizer(INSTRUCT))
 
 
-def test_a_given_template_that_is_none_or_changes_nothing_is_told(tmp_path):
+def test_invalid_or_unused_chat_template_is_reported(tmp_path):
     path = write(tmp_path / "ids.jsonl", {"prompt_ids": [5, 6], "answer_ids": [7, 8]}, {"messages": TWO_TURNS})
     with pytest.raises(UserError, match=r"^data\.chat_template cannot be used: .*[Ee]xpected"):
         load_samples(path, chat_tokenizer(), chat_template="{% if %}")
@@ -297,7 +297,7 @@ def test_ids_of_another_model_are_refused(tmp_path):
         load_samples(path, chat_tokenizer())
 
 
-def test_cache_is_used_and_belongs_to_its_input(tmp_path):
+def test_cache_is_used_and_depends_on_its_input(tmp_path):
     tokenizer, cache = chat_tokenizer(), tmp_path / "cache"
     path = write(tmp_path / "a.jsonl", {"messages": TWO_TURNS})
     first, report = load_samples(path, tokenizer, cache_dir=cache)
@@ -305,11 +305,11 @@ def test_cache_is_used_and_belongs_to_its_input(tmp_path):
     again, report_again = load_samples(path, tokenizer, cache_dir=cache)
     assert report_again == report
     assert np.array_equal(again.tokens, first.tokens)
-    # Proof that it was read: what stands in the cache is what comes back.
+    # Shows that the cache is read: changed content of the entry is returned.
     SampleSet.from_samples([Sample(np.array([1, 2], np.int32), np.array([False, True]))]).save(entry, kept=7)
     tampered, report = load_samples(path, tokenizer, cache_dir=cache)
     assert (len(tampered.tokens), report.kept) == (2, 7)
-    # Other data, template, length or augmentation: another entry.
+    # Other data, another template, length or augmentation each make a new entry.
     write(path, {"messages": TWO_TURNS}, {"messages": TWO_TURNS})
     load_samples(path, tokenizer, cache_dir=cache)
     load_samples(path, tokenizer, cache_dir=cache, chat_template=INSTRUCT)
@@ -328,7 +328,7 @@ def test_split_is_disjoint_and_repeatable():
 
 @pytest.mark.parametrize("processes", [0, 2])
 def test_no_prompt_is_both_trained_on_and_held_out(tmp_path, processes):
-    """Three files answer the same prompts, in other words, templates and with system prompts."""
+    """Three files have different answers to the same prompts; augmentation varies templates and system prompts."""
     names = [f"{a}{b}" for a in "abcdef" for b in "uvwxyz"]
     files = [
         write(
@@ -356,8 +356,8 @@ def test_no_prompt_is_both_trained_on_and_held_out(tmp_path, processes):
     assert asked(train) == set(names) - asked(held_out)
 
 
-def test_prompts_that_differ_are_split_as_before():
-    """The same samples are held out as when samples were drawn one by one: runs that were begun so can go on."""
+def test_split_of_distinct_prompts_is_unchanged():
+    """Same split as when samples were drawn one at a time, so that runs started with earlier versions can be resumed."""
     samples = SampleSet.from_samples([Sample(np.array([n, n], np.int32), np.array([False, True])) for n in range(50)])
     order = np.random.default_rng(7).permutation(50)
     train, held_out = samples.split(9, seed=7)
@@ -406,13 +406,13 @@ def test_every_text_template_marks_multi_turn_answers(template, monkeypatch, tmp
     assert any(prompt in text for prompt in SYSTEM_PROMPTS) == bool(template.system)
 
 
-def test_what_cannot_be_augmented_is_kept_and_counted(tmp_path):
+def test_samples_that_cannot_be_augmented_are_kept_and_counted(tmp_path):
     path = write(tmp_path / "a.jsonl", {"messages": TWO_TURNS}, {"prompt_ids": [5], "answer_ids": [6]})
     samples, report = load_samples(path, chat_tokenizer(INSTRUCT), augmentation=Augmentation(system_probability=1.0))
     assert (len(samples), report.augmented, report.not_augmented) == (2, 0, 2)
 
 
-def test_augmentation_refuses_nonsense():
+def test_invalid_augmentation_is_refused():
     with pytest.raises(ValueError, match="template_probability"):
         Augmentation(template_probability=1.5)
     with pytest.raises(ValueError, match="add up"):
@@ -461,13 +461,13 @@ def test_tool_calls_and_reasoning_are_learnt(tmp_path):
         "<think>\nSo it rains.\n</think>\n\nIt rains.<|im_end|>",
     ]
     assert "Tools: " in text_of(samples[0], tokenizer)
-    # The template drops the reasoning of earlier turns: what is left of those answers is not what the target wrote.
+    # The template drops the reasoning of earlier turns, so those answers are no longer what the target wrote.
     assert learnt(samples[1], tokenizer) == ["Bye.<|im_end|>"]
     assert "weather" in text_of(samples[1], tokenizer)
     assert "I should look" not in text_of(samples[1], tokenizer)
 
 
-def test_a_template_that_knows_no_tools_is_told(tmp_path):
+def test_template_without_tools_is_reported(tmp_path):
     path = write(tmp_path / "a.jsonl", {**TOOL_CHAT, "messages": TOOL_CHAT["messages"][:2]}, {"messages": TWO_TURNS})
     _, report = load_samples(path, chat_tokenizer())
     assert (report.kept, report.refused) == (1, 1)

@@ -1,4 +1,4 @@
-"""Chat files read by several processes: the samples, the counts and the errors of one."""
+"""Reading chat files with several processes gives the same samples, counts and errors as with one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fledge.training.data.templates import Augmentation
 from fledge.training.data.workers import WorkerError
 from tests.training.chat import CHATML, assistant, chat_tokenizer, system, user
 
-# Refuses one of the system prompts that the files below have.
+# This template refuses one of the system prompts in the files below.
 PICKY = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this one') }}{% endif %}" + CHATML
 VARIED = Augmentation(template_probability=0.3, no_template_probability=0.1, system_probability=0.3)
 
@@ -32,7 +32,7 @@ def small_blocks(monkeypatch):
 
 
 def chat_lines(count: int, start: int = 0) -> list[str]:
-    """Of every kind: with and without ids, two conversations in one line, looping, refused, empty, long; blank lines."""
+    """Lines of every kind: with and without ids, two conversations in one, looping, refused, empty, long; also blank lines."""
     lines = []
     for n in range(start, start + count):
         messages = [user(f"Number {n}?"), assistant(f"It is {n}, I am sure."), user("And?"), assistant(f"{n + 1}!")]
@@ -56,7 +56,7 @@ def chat_lines(count: int, start: int = 0) -> list[str]:
 
 
 def write(folder: Path, lines: list[str]) -> list[Path]:
-    """A plain file with Windows' line ends in part of it, and a packed one."""
+    """Writes a plain file, partly with Windows line ends, and a gzip file."""
     half = len(lines) // 2
     plain, packed = folder / "a.jsonl", folder / "b.jsonl.gz"
     plain.write_bytes("".join(lines[: half // 2]).replace("\n", "\r\n").encode() + "".join(lines[half // 2 : half]).encode())
@@ -65,7 +65,7 @@ def write(folder: Path, lines: list[str]) -> list[Path]:
 
 
 def outcome(paths: list[Path], processes: int, **options) -> object:
-    """All that a caller can see."""
+    """Everything that the caller gets: the samples and the report, or the error message."""
     try:
         samples, report = load_samples(paths, chat_tokenizer(PICKY), max_length=80, processes=processes, **options)
     except DataError as error:
@@ -73,7 +73,7 @@ def outcome(paths: list[Path], processes: int, **options) -> object:
     return samples.tokens.tolist(), samples.loss_mask.tolist(), samples.offsets.tolist(), report
 
 
-def test_processes_change_nothing(tmp_path):
+def test_processes_give_same_result_as_one(tmp_path):
     paths = write(tmp_path, chat_lines(120))
     options = {"augmentation": VARIED, "long": "drop"}
     alone = outcome(paths, 0, **options)
@@ -84,7 +84,7 @@ def test_processes_change_nothing(tmp_path):
     assert "a.jsonl, line" in report.first_refusal
     assert outcome(paths, 3, **options) == alone
     assert len(list(chat_files.read_blocks(paths[0]))) > 10
-    # A limit ends in the middle of a line, or of a file.
+    # The limit is reached within a line (of two conversations) or within a file.
     two = next(n for n, conversation in enumerate(chat_files.read_conversations(paths[0])) if conversation.turns[1:] == ())
     for limit in (two + 1, 40):
         assert outcome(paths, 2, limit=limit, **options) == outcome(paths, 0, limit=limit, **options)
@@ -100,7 +100,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_the_first_error_is_told_with_its_line(tmp_path, kind):
+def test_first_error_is_reported_with_its_line(tmp_path, kind):
     lines = chat_lines(60)
     path = tmp_path / "a.jsonl"
     encoded = [line.encode() for line in lines]
@@ -112,18 +112,18 @@ def test_the_first_error_is_told_with_its_line(tmp_path, kind):
     alone = outcome([path], 0)
     assert f"a.jsonl, line {number}: " in alone
     assert outcome([path], 0, limit=20) != alone
-    if kind in ("not JSON", "of another model"):  # seen when it is read, and when the samples are made
+    if kind in ("not JSON", "of another model"):  # one error found while reading, one while making samples
         assert outcome([path], 2) == alone
 
 
-def test_files_that_cannot_be_read_are_told_in_their_turn(tmp_path):
+def test_unreadable_files_are_reported_in_order(tmp_path):
     paths = write(tmp_path, chat_lines(40))
     missing = outcome([*paths, tmp_path / "none.jsonl"], 0)
     assert missing == f"{tmp_path / 'none.jsonl'}: there is no such file" == outcome([*paths, tmp_path / "none.jsonl"], 2)
     paths[1].write_bytes(paths[1].read_bytes()[:-12])
     paths[0].write_text("{\n")
     assert "b.jsonl.gz, after line" in outcome(paths[1:], 0)
-    assert "a.jsonl, line 1: not JSON" in outcome(paths, 1)  # the mistake that comes first
+    assert "a.jsonl, line 1: not JSON" in outcome(paths, 1)  # the first error in reading order
 
 
 def test_lines_are_numbered_across_blocks(tmp_path):
@@ -144,7 +144,7 @@ class Fatal(Tokenizer):
         return super().encode(text, add_special_tokens)
 
 
-def test_a_process_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
+def test_worker_that_dies_is_reported(tmp_path):
     fatal = Fatal.__new__(Fatal)
     fatal.__dict__ = chat_tokenizer().__dict__
     path = tmp_path / "a.jsonl"
@@ -153,13 +153,13 @@ def test_a_process_that_dies_is_told_and_nobody_waits_for_it(tmp_path):
         load_samples(path, fatal, processes=2)
 
 
-def test_processes_come_with_the_size_of_the_files(tmp_path, monkeypatch):
+def test_number_of_processes_depends_on_file_size(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "num_cores", lambda: 12)
     path = tmp_path / "a.jsonl"
     path.touch()
     assert data._num_processes([path], None) == 0
     with path.open("wb") as file:
-        file.truncate(data.MIN_BYTES_FOR_PROCESSES)  # takes no room on the disk
+        file.truncate(data.MIN_BYTES_FOR_PROCESSES)  # a sparse file, uses no disk space
     assert data._num_processes([path], None) == 12
     assert data._num_processes([path], 1000) == 0
     assert data._num_processes([path, tmp_path / "none.jsonl"], 1_000_000) == 12
@@ -167,7 +167,7 @@ def test_processes_come_with_the_size_of_the_files(tmp_path, monkeypatch):
     assert data._num_processes([path], None) == 0
 
 
-def test_processes_that_cannot_begin_keep_nobody_waiting(tmp_path, monkeypatch):
+def test_workers_that_cannot_start_are_reported(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
     path.write_text("".join(chat_lines(40)))
     monkeypatch.setattr(sys, "executable", "/bin/false")
@@ -175,7 +175,7 @@ def test_processes_that_cannot_begin_keep_nobody_waiting(tmp_path, monkeypatch):
         load_samples(path, chat_tokenizer(), processes=3)
 
 
-def test_joined_sets_are_one_set():
+def test_joined_sample_sets_equal_one_set():
     samples = [Sample(np.arange(n, dtype=np.int32), np.arange(n) > 1) for n in (3, 0, 5, 2)]
     whole = SampleSet.from_samples(samples)
     parts = [SampleSet.from_samples(part) for part in (samples[:1], [], samples[1:])]

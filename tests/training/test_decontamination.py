@@ -1,4 +1,4 @@
-"""What a drafter is judged by must not be what it learnt."""
+"""Decontamination: evaluation prompts are kept out of the training data."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ def file_of(path, *lines):
     return path
 
 
-def test_runs_of_words():
+def test_common_word_runs_are_overlap():
     kept_out = Decontamination([QUESTION, "What is the capital of France?"])
     assert kept_out.has([REWORDED])
     assert kept_out.has(["unrelated", "Here: " + QUESTION])
     assert kept_out.has(["what is the capital of france"])
     assert not kept_out.has([OTHER])
-    assert not kept_out.has(["What is the capital of France, and how many people live there in all?"])  # short ones whole
+    # Short prompts must match as a whole.
+    assert not kept_out.has(["What is the capital of France, and how many people live there in all?"])
 
 
-def test_words_that_anybody_says_are_no_overlap():
+def test_common_phrases_are_no_overlap():
     assert not Decontamination(["Thank you!"]).has(["Thank you!"])
 
 
@@ -51,7 +52,7 @@ def test_scripts_without_spaces_are_compared_by_characters():
         assert not kept_out.has([text]), text
 
 
-def test_training_data_without_the_evaluation(tmp_path):
+def test_evaluation_prompts_are_left_out_of_training_data(tmp_path):
     evaluation = file_of(tmp_path / "eval.jsonl", {"turns": [QUESTION]})
     chats = [{"messages": [user(text), assistant("Sure.")]} for text in (REWORDED, OTHER, "Hello there!")]
     data = file_of(tmp_path / "data.jsonl", *chats)
@@ -59,7 +60,7 @@ def test_training_data_without_the_evaluation(tmp_path):
     assert (len(samples), report.contaminated, report.conversations) == (2, 1, 3)
     assert "1 left out for overlap with the evaluation" in str(report)
     everything, _ = load_samples(data, chat_tokenizer(), cache_dir=tmp_path / "cache")
-    assert len(everything) == 3  # the cache knows the difference
+    assert len(everything) == 3  # the cache entry depends on the setting
     again, report = load_samples(data, chat_tokenizer(), decontaminate=[evaluation], cache_dir=tmp_path / "cache")
     assert (len(again), report.contaminated) == (2, 1)
 

@@ -1,4 +1,4 @@
-"""Two processes do what one does with twice the rows."""
+"""Training with two processes equals training with one process and twice the rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from fledge.training.targets import toy
 from fledge.training.trainer import train
 from tests.training.chat import prompts_of_toy
 
-# After every pass a sharded target has given up what it gathered, so that no process holds all of it. States on disk are made
-# of an odd number of rows: one process has a row less than the other, and must take part in its pass nevertheless.
+# Checks that a sharded target releases the gathered weights after every pass, so that no process holds all of them. States on
+# disk come from an odd number of rows: one process has one row less and must still take part in the last pass.
 WATCHED = """
 import sys, torch
 torch.set_num_threads(1)
@@ -54,7 +54,7 @@ DecoderTarget.states, offline.PackedLoader = watched, counted
 recipe = load_recipe(sys.argv[1])
 train(recipe)
 if recipe.run.hidden_states == "offline":
-    assert rows[0] % 2 == 1 and len(passes) == 2 + (rows[0] + 1) // 2, (rows, len(passes))  # two: the start, held-out texts
+    assert rows[0] % 2 == 1 and len(passes) == 2 + (rows[0] + 1) // 2, (rows, len(passes))  # the 2: start and held-out texts
 else:
     assert len(passes) == 2 + recipe.run.steps, passes
 """
@@ -66,7 +66,7 @@ def run_watched(recipe: Path) -> None:
 
 
 def run_command(recipe: Path) -> None:
-    """As users do it."""
+    """Runs training with torchrun, as users do."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "fledge", "train"]
     done = subprocess.run([*launch, str(recipe)], env=ONE_THREAD, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -77,12 +77,12 @@ def train_lines(recipe: Recipe) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def by_one(tmp_path_factory) -> Recipe:
-    """Of a run in this process."""
+def one_process_run(tmp_path_factory) -> Recipe:
+    """The recipe of a finished run in this process."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("toy")
     toy.make(folder, num_answers=1, steps=10)
-    draw = random.Random(0)  # answers that do not depend on how a machine rounds: the number of rows must be odd everywhere
+    draw = random.Random(0)  # not generated: the number of rows must be odd on every machine, however it rounds
     pairs = (toy.conversation(draw) for _ in range(60))
     lines = [json.dumps({"prompt_ids": prompt, "answer_ids": answer}) for prompt, answer in pairs]
     (folder / "answers.jsonl").write_text("\n".join(lines))
@@ -114,12 +114,12 @@ def by_one(tmp_path_factory) -> Recipe:
     ],
     ids=["torchrun", "sharded", "sharded and states on disk"],
 )
-def test_two_processes_equal_one(by_one, tmp_path, run, settings):
-    one = by_one
+def test_two_processes_equal_one(one_process_run, tmp_path, run, settings):
+    one = one_process_run
     two = replace(
         one,
         output=str(tmp_path / "two"),
-        data=replace(one.data, global_batch_size=2),  # two rows a step: one a process
+        data=replace(one.data, global_batch_size=2),  # two rows per step: one per process
         run=replace(one.run, **settings),
     )
     path = tmp_path / "recipe.yaml"
@@ -168,21 +168,21 @@ def run_two(recipe: Path, program: str) -> None:
         errors = [process.communicate(timeout=240)[1] for process in processes]
     finally:
         for process in processes:
-            process.kill()  # those that wait for one another would do so for ever
+            process.kill()  # otherwise a process may wait forever for the other
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
 
 
-def test_resumed_with_another_number_of_processes(by_one, tmp_path):
-    """Three steps by one, two by two processes of which the second sees none of the first's files: as if by one."""
-    recipe = replace(by_one, output=str(tmp_path / "run"))
+def test_resumed_with_another_number_of_processes(one_process_run, tmp_path):
+    """Three steps with one process, two with two that share no folder, give the same losses as one process."""
+    recipe = replace(one_process_run, output=str(tmp_path / "run"))
     train(replace(recipe, run=replace(recipe.run, steps=5, max_seconds=None, save_every=3, keep=9)))
     for path in (tmp_path / "run" / "checkpoints").glob("step-00000005.pt"):
         path.unlink()
     path = tmp_path / "recipe.yaml"
-    path.write_text(recipe.to_yaml())  # no global_batch_size: the run's own is kept
+    path.write_text(recipe.to_yaml())  # no global_batch_size: the run keeps its value
     run_two(path, LOCAL_FOLDERS)
     assert len(train_lines(recipe)) == 5
-    for ours, theirs in zip(train_lines(recipe), train_lines(by_one), strict=True):
+    for ours, theirs in zip(train_lines(recipe), train_lines(one_process_run), strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4)
     assert not (tmp_path / "run-other-machine").exists()
 
@@ -214,10 +214,11 @@ assert len(told) == 2, told
 """
 
 
-def test_memory_that_runs_out_on_one_process_is_tried_again_by_both(by_one, tmp_path):
-    """In `fledge make`: the other one is not left waiting."""
-    data = replace(by_one.data, micro_batch_size=4, global_batch_size=8)
-    two = replace(by_one, output=str(tmp_path / "two"), data=data, run=replace(by_one.run, steps=1, evaluate_every=1))
+def test_out_of_memory_on_one_process_is_retried_by_both(one_process_run, tmp_path):
+    """In `fledge make`: the other process does not wait forever."""
+    data = replace(one_process_run.data, micro_batch_size=4, global_batch_size=8)
+    one_step = replace(one_process_run.run, steps=1, evaluate_every=1)
+    two = replace(one_process_run, output=str(tmp_path / "two"), data=data, run=one_step)
     path = tmp_path / "recipe.yaml"
     path.write_text(two.to_yaml())
     run_two(path, MEMORY)
@@ -270,9 +271,9 @@ trainer.train(load_recipe(sys.argv[1]))
 """
 
 
-def test_others_wait_on_the_host_while_the_first_writes_held_out_answers(by_one, tmp_path):
-    data = replace(by_one.data, global_batch_size=2)
-    two = replace(by_one, output=str(tmp_path / "two"), data=data, run=replace(by_one.run, steps=1))
+def test_others_wait_on_the_host_while_the_first_writes_held_out_answers(one_process_run, tmp_path):
+    data = replace(one_process_run.data, global_batch_size=2)
+    two = replace(one_process_run, output=str(tmp_path / "two"), data=data, run=replace(one_process_run.run, steps=1))
     path = tmp_path / "recipe.yaml"
     path.write_text(two.to_yaml())
     run_two(path, WAITING)
@@ -293,23 +294,23 @@ assert made is None or made.acceptance_length["5"] > 1
 
 
 def test_a_drafter_is_made_by_two_processes(tmp_path):
-    """Both answer, and three rows a step become four: one GPU's number stopped the command after all its answers."""
+    """Both processes answer. Three rows per step become four: three stopped the command after all answers."""
     prompts_of_toy(tmp_path / "prompts.jsonl", 81)
     run_two(tmp_path, MAKE)
     out = tmp_path / "out"
     names = ("answers.jsonl", "answers.rank1.jsonl", "answers-self.jsonl", "answers-self.rank1.jsonl")
     ids = [[json.loads(line)["id"] for line in (out / name).read_text().splitlines()] for name in names]
     assert [sorted(map(int, some)) for some in ids[:2]] == [list(range(0, 81, 2)), list(range(1, 81, 2))]
-    assert ids[2] != ids[3]  # each writes its own
+    assert ids[2] != ids[3]  # each process writes its own prompts
     trained = [json.loads(line)["id"] for line in (out / "data" / "train.jsonl").read_text().splitlines()]
     own = [name for name in trained if name.startswith("self-")]
-    assert sorted(own) == sorted({*ids[2], *ids[3]})  # none twice, though the toy has few questions
+    assert sorted(own) == sorted({*ids[2], *ids[3]})  # no duplicates, although the toy has few questions
     recipe = load_recipe(out / "recipe.yaml")
     assert (recipe.data.global_batch_size, recipe.data.micro_batch_size) == (4, 2)
     assert (out / "drafter" / "provenance.json").exists()
     assert max(line["step"] for line in read_journal(out / "run" / "log.jsonl")) > 0
 
 
-def test_a_step_that_cannot_be_shared_is_refused(by_one):
+def test_a_step_that_cannot_be_shared_is_refused(one_process_run):
     with pytest.raises(UserError, match="2 rows per step cannot be divided equally among 3 processes"):
-        resolve(replace(by_one, data=replace(by_one.data, global_batch_size=2)), DistributedContext(0, 3))
+        resolve(replace(one_process_run, data=replace(one_process_run.data, global_batch_size=2)), DistributedContext(0, 3))

@@ -1,4 +1,4 @@
-"""Where drafters start, and how learning rates go."""
+"""Initial weights of drafters, optimizers and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TAPS = [size * torch.nn.functional.rms_norm(torch.randn(50, 32), (32,)) for size
     ids=str,
 )
 def test_a_copied_layer_adds_to_the_stream_in_proportion(flags, stream):
-    """At every step: by what the config makes of the residual stream, not by one target's constant."""
+    """At every step: copied weights are scaled by the residual stream's size under the config, not by a constant."""
     decoder = tiny_decoder(intermediate_size=64)
     with torch.no_grad():
         decoder.norm.weight.fill_(1.5)
@@ -95,8 +95,8 @@ def test_projections_behind_query_norms_are_copied_with_the_norms():
     assert "qkv_proj" not in started({"qk_norm": True})[2]
 
 
-def test_latent_attention_takes_nothing_of_another_kind():
-    """Not even an output projection that happens to have the right shape."""
+def test_latent_attention_is_not_copied_from_other_attention():
+    """Not even an output projection whose shape happens to fit."""
     mla = MLAConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
     decoder, drafter, copied = started({"mla": mla, "fc_norm": True, "norm_output": True})
     ours, theirs = drafter.layers[0], decoder.layers[-1]
@@ -109,7 +109,7 @@ def test_latent_attention_takes_nothing_of_another_kind():
 
 
 @pytest.mark.parametrize("q_lora_rank", [20, None])
-def test_latent_attention_is_copied_from_its_own_kind(q_lora_rank):
+def test_latent_attention_is_copied_from_latent_attention(q_lora_rank):
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     sizes = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "q_lora_rank": q_lora_rank}
@@ -120,7 +120,7 @@ def test_latent_attention_is_copied_from_its_own_kind(q_lora_rank):
             intermediate_size=64,
             moe_intermediate_size=16,
             num_hidden_layers=2,
-            first_k_dense_replace=1,  # so that the last layer has experts, whose weights are of no use
+            first_k_dense_replace=1,  # the last layer has experts, whose weights cannot be copied
             n_routed_experts=8,
             num_attention_heads=4,
             num_key_value_heads=4,
@@ -129,7 +129,7 @@ def test_latent_attention_is_copied_from_its_own_kind(q_lora_rank):
     )
     weights = last_layer_of_transformers(theirs)
     assert not [name for name in weights if "expert" in name]
-    for factor in (1, 2):  # another size, and nothing fits
+    for factor in (1, 2):  # with another size nothing fits
         mla = MLAConfig(**sizes | {"kv_lora_rank": 12 * factor})
         drafter = tiny_drafter(tiny_drafter_config(mla=mla))
         head, embedding = Head(theirs.lm_head.weight.detach()), theirs.get_input_embeddings()
@@ -146,8 +146,8 @@ def test_latent_attention_is_copied_from_its_own_kind(q_lora_rank):
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "Olmo2", "Llama"])
-def test_norms_are_taken_for_what_they_do(family):
-    """Gemma 2's norm called post_attention_layernorm follows attention, as OLMo 2's; Gemma's weights are kept less one."""
+def test_norms_are_copied_by_their_position(family):
+    """In Gemma 2 and OLMo 2, post_attention_layernorm is the norm after attention. Gemma stores norm weights minus one."""
     import transformers
 
     sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
@@ -207,7 +207,7 @@ def test_a_drafter_with_other_attention_is_refused():
         start_from_drafter(new, old, Head(decoder.lm_head.weight), decoder.embed_tokens)
 
 
-def test_muon_takes_the_layers_matrices_alone():
+def test_muon_gets_only_matrices_of_layers_and_fc():
     drafter = tiny_drafter().requires_grad_(True)
     adamw, muon = build_optimizers(drafter, OptimizerRecipe(kind="muon")).parts
     names = {id(p): name for name, p in drafter.named_parameters()}

@@ -1,4 +1,4 @@
-"""Training against a target that runs elsewhere: the states, losses and mistakes of an endpoint."""
+"""Training with hidden states from an endpoint: states, losses and errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_states_are_those_of_our_decoder(endpoint, model, taps):
     endpoint.layers = tuple(dict.fromkeys([*taps, 4]))
     target = connect(endpoint, model, taps=taps)
     assert_same_states(target.states(packed()), DecoderTarget(tiny_decoder(), taps).states(packed()))
-    assert not list(endpoint.folder.iterdir()), "files that were read are deleted"
+    assert not list(endpoint.folder.iterdir()), "files are deleted after they are read"
     target.close()
 
 
@@ -76,7 +76,7 @@ def test_a_folder_served_over_http(endpoint, model):
     target.close()
 
 
-def test_what_is_asked_ahead_is_asked_once(endpoint, model):
+def test_prefetched_states_are_requested_once(endpoint, model):
     target = connect(endpoint, model)
     endpoint.requests.clear()
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_what_is_asked_ahead_is_asked_once(endpoint, model):
     target.close()
 
 
-def test_a_failing_server_is_asked_again(endpoint, model):
+def test_failed_requests_are_retried(endpoint, model):
     target = connect(endpoint, model)
     endpoint.failures = 3
     assert_same_states(target.states(packed()), DecoderTarget(tiny_decoder(), TAPS).states(packed()))
@@ -100,7 +100,7 @@ def test_slow_files_are_waited_for(endpoint, model):
     target.close()
 
 
-def test_a_server_or_folder_that_is_not_there(endpoint, model, tmp_path, monkeypatch):
+def test_missing_server_or_folder_is_reported(endpoint, model, tmp_path, monkeypatch):
     monkeypatch.setattr(states_client, "FIRST_CONTACT_S", 0.3)
     with pytest.raises(EndpointError, match=r"does not answer.*start it with: vllm serve"):
         connect(endpoint, model, url="http://127.0.0.1:9/v1")
@@ -125,7 +125,7 @@ def test_mistakes_are_named(endpoint, model):
         connect(endpoint, model)
 
 
-def test_another_last_layer_or_model_is_noticed(endpoint, model, tmp_path):
+def test_wrong_last_layer_or_model_is_refused(endpoint, model, tmp_path):
     endpoint.layers = (0, 1, 2, 3)
     with pytest.raises(EndpointError, match="do not give the server's own probabilities"):
         connect(endpoint, model)
@@ -134,7 +134,7 @@ def test_another_last_layer_or_model_is_noticed(endpoint, model, tmp_path):
         connect(endpoint, save_decoder(tiny_decoder(1), tmp_path / "other"))
 
 
-def test_an_outage_ends_the_wait_with_a_reason(endpoint, model, monkeypatch):
+def test_long_outage_ends_with_an_error(endpoint, model, monkeypatch):
     monkeypatch.setattr(states_client, "OUTAGE_S", 2.0)
     target = connect(endpoint, model)
     endpoint.failures = 10**6
@@ -192,7 +192,7 @@ def test_training_from_an_endpoint_equals_training_beside_the_target(recipe, tmp
     assert there.evaluations[-1]["acceptance_length"] == pytest.approx(here.evaluations[-1]["acceptance_length"], rel=1e-6)
 
 
-def test_a_backend_and_an_endpoint_are_too_much(recipe):
+def test_backend_and_endpoint_exclude_each_other(recipe):
     content = recipe.to_dict()
     content["target"] |= {"endpoint": "http://host/v1", "backend": "fledge"}
     with pytest.raises(RecipeError, match="exclude each other"):
@@ -212,20 +212,20 @@ def run_make(folder: Path, endpoint: FakeEndpoint, prompts: Path, states: Path) 
 
 @pytest.fixture
 def toy_server(toy_folder, tmp_path):
-    """(a folder with the toy as target, a server of it, prompts)"""
+    """A folder with the toy target, a server of it, and a file of prompts."""
     shutil.copytree(toy_folder / "target", tmp_path / "target")
     prompts = prompts_of_toy(tmp_path / "prompts.jsonl", 24)
     with serving(FakeEndpoint(load_decoder(tmp_path / "target"), (1, 2, 3, 4), tmp_path / "states", max_answer=16)) as running:
         yield tmp_path, running, prompts
 
 
-def test_make_with_a_server_writes_answers_and_states_there_and_leaves_nothing(toy_server):
+def test_make_with_endpoint_leaves_no_state_files(toy_server):
     folder, endpoint, prompts = toy_server
     done = run_make(folder, endpoint, prompts, endpoint.folder)
     assert done.exit_code == 0, done.output
     target = load_decoder(folder / "target")
     lines = [json.loads(line) for line in (folder / "out" / "answers.jsonl").read_text().splitlines()]
-    assert len(lines) >= make_answers.MIN_ANSWERS  # a busy machine does not get through all 24
+    assert len(lines) >= make_answers.MIN_ANSWERS  # a busy machine may not finish all 24
     for turn in (line["turns_ids"][0] for line in lines):
         assert continuations(target, [turn["prompt_ids"]], len(turn["answer_ids"]), [toy.END]) == [turn["answer_ids"]]
     record = json.loads((folder / "out" / "drafter" / "provenance.json").read_text())
@@ -233,13 +233,13 @@ def test_make_with_a_server_writes_answers_and_states_there_and_leaves_nothing(t
     assert max(line["step"] for line in read_journal(folder / "out" / "run" / "log.jsonl")) > 0
     asked = set(map(tuple, endpoint.requests))
     trained = [json.loads(line)["turns_ids"][0] for line in (folder / "out" / "data" / "train.jsonl").open()]
-    assert any((*turn["prompt_ids"], *turn["answer_ids"]) in asked for turn in trained)  # states of what is trained on
+    assert any((*turn["prompt_ids"], *turn["answer_ids"]) in asked for turn in trained)  # the training texts' states
     assert not list(endpoint.folder.iterdir())
 
 
 @pytest.mark.parametrize("named", ["{other}/x.safetensors", "http://elsewhere:1/x.safetensors"])
-def test_make_refuses_states_from_where_the_user_did_not_say(toy_server, monkeypatch, named):
-    """Before the first answer is kept: the server's folder would fill up."""
+def test_make_refuses_states_outside_the_given_folder(toy_server, monkeypatch, named):
+    """Refused before the first answer is saved, because the server's folder would fill up."""
     folder, endpoint, prompts = toy_server
     monkeypatch.setattr(states_client, "FIRST_CONTACT_S", 0.3)
     other = folder / "other"
@@ -256,10 +256,10 @@ def test_make_refuses_states_from_where_the_user_did_not_say(toy_server, monkeyp
     assert not (folder / "out" / "answers.jsonl").exists() or not (folder / "out" / "answers.jsonl").read_text()
 
 
-# --- the ends of a checkpoint --------------------------------------------------------------------------------------
+# --- embedding, head and last layer of a checkpoint ----------------------------------------------------------------
 
 
-def test_of_a_hub_model_only_the_ends_are_fetched(tmp_path, monkeypatch):
+def test_only_embedding_head_and_last_layer_are_downloaded(tmp_path, monkeypatch):
     import huggingface_hub
 
     hub, here = save_decoder(tiny_decoder(), tmp_path / "hub"), tmp_path / "here"
@@ -290,7 +290,7 @@ def test_of_a_hub_model_only_the_ends_are_fetched(tmp_path, monkeypatch):
 
 
 def _in_shards(folder: Path) -> dict[str, str]:
-    """Rewrites a checkpoint with one file for each layer and end."""
+    """Rewrites a checkpoint with one file per layer, one for the embedding and one for head and norm."""
     import json
 
     from safetensors.torch import load_file, save_file
@@ -320,7 +320,7 @@ def test_a_checkpoint_without_a_head_is_refused(model):
 
 
 def test_a_head_that_a_family_ties_by_default_is_the_embedding(tmp_path):
-    """Gemma 3 does not say that it is tied. Norms, whose weights its files keep less one, are plain in quantised files too."""
+    """Gemma 3 configs do not state that the head is tied. Norms, stored minus one, are unquantised in quantised files too."""
     folder = save_decoder(tiny_decoder(architecture="Gemma3ForCausalLM", tie_embeddings=True), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     del config["tie_word_embeddings"]
@@ -333,9 +333,9 @@ def test_a_head_that_a_family_ties_by_default_is_the_embedding(tmp_path):
 
 
 @pytest.mark.parametrize("write_seconds", [0.0, 0.3])
-def test_answers_of_the_server_are_those_of_the_target_and_leave_nothing(endpoint, model, monkeypatch, write_seconds):
-    """`fledge make --endpoint` has the prompts answered there; the states that come with every answer are deleted unread, also
-    those that are written after the last answer."""
+def test_server_answers_equal_the_target_and_leave_no_files(endpoint, model, monkeypatch, write_seconds):
+    """With `fledge make --endpoint` the server answers the prompts. The states that come with the answers are deleted unread,
+    also those written after the last answer."""
     target = connect(endpoint, model)
     monkeypatch.setattr(states_client, "load", lambda data: pytest.fail("states of answers are not read"))
     endpoint.write_seconds = write_seconds
@@ -358,8 +358,8 @@ def test_states_of_answers_are_not_downloaded(endpoint, model, monkeypatch):
 
 
 @pytest.mark.parametrize("named", ["/etc/passwd", "../../secret.safetensors", "http://elsewhere:1/x.safetensors", ".", 5])
-def test_a_server_does_not_choose_which_files_are_read_and_deleted(endpoint, model, tmp_path, monkeypatch, named):
-    """Of the path that it names only the last part counts, inside the folder that the user named."""
+def test_server_cannot_choose_files_to_read_or_delete(endpoint, model, tmp_path, monkeypatch, named):
+    """Only the file name of the server's path is used, inside the folder that the user gave."""
     target = connect(endpoint, model)
     monkeypatch.setattr(states_client, "FILE_S", 0.1)
     secret = tmp_path / "secret.safetensors"
@@ -386,7 +386,7 @@ def test_links_and_pipes_among_the_states_are_not_followed(tmp_path):
     assert states_client._read_unlocked(str(tmp_path / "b.safetensors")) is None
 
 
-def test_the_key_goes_to_the_server_alone(endpoint, model, monkeypatch):
+def test_api_key_is_sent_only_to_the_server(endpoint, model, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "secret")
     elsewhere = endpoint.url.replace("127.0.0.1", "localhost").replace("/v1", "/files")
     target = connect(endpoint, model, storage=elsewhere)

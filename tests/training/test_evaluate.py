@@ -1,4 +1,4 @@
-"""Acceptance from one rollout against the serving engine's own count."""
+"""Evaluation: the acceptance computed from one rollout equals what the serving engine counts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEW_TOKENS = 24
 
 
 def good_drafter(decoder, **flags):
-    """A drafter that agrees with the target now and then: its head is the target's."""
+    """A drafter that sometimes agrees with the target, because it has the target's head."""
     drafter = tiny_drafter(tiny_drafter_config(decoder.config, **flags))
     drafter.fc.weight.copy_(torch.eye(32).repeat(1, 3) / 3)
     drafter.lm_head.weight.copy_(decoder.lm_head.weight[drafter.target_ids(torch.arange(drafter.config.draft_vocab_size))])
@@ -67,7 +67,7 @@ def test_continuations_stop_at_the_stop_token():
     assert stopped[0] == free[0][: free[0].index(stop) + 1]
 
 
-def test_the_sink_is_the_targets_own_unless_it_is_given():
+def test_sink_column_defaults_to_the_targets():
     decoder = decoder_with_sink(pivot=77)
     drafter = good_drafter(decoder)
     drafter.layers[0].self_attn.qkv_proj.weight.normal_()
@@ -87,7 +87,7 @@ def evaluated(texts: list[list[int]], starts: list[int]) -> dict:
 
 @pytest.mark.parametrize("texts", [[[1, 2, 3, 4, 5]], [[1, 2, 3, 4], [5, 6, 7, 8]], [[1, 2, 3, 4, 9], [5, 6, 7, 8, 9]]])
 def test_a_single_text_and_answers_of_one_token_have_figures(texts):
-    """Nothing to draft in the second, and no standard error in the first: the card failed after hours of training."""
+    """One text has no standard error, one-token answers have no drafts: the model card failed after hours of training."""
     figures = evaluated(texts, [3] * len(texts))
     assert figures["acceptance_length"][3] >= 1
     assert (figures["standard_error"][3] is None) == (len(texts) == 1)
@@ -96,7 +96,7 @@ def test_a_single_text_and_answers_of_one_token_have_figures(texts):
 
 def test_answers_that_loop_do_not_count():
     loop = [7, 8, 9, 10] * 40
-    (free,) = continuations(tiny_decoder(), [[4, 5, 6]], 12, stop_ids=[])  # some of which is drafted, none of the other
+    (free,) = continuations(tiny_decoder(), [[4, 5, 6]], 12, stop_ids=[])  # partly accepted; the loop is not
     both = evaluated([[1, 2, 3, *loop], [4, 5, 6, *free]], [3, 3])
     alone = evaluated([[4, 5, 6, *free]], [3])
     judged = Judged.of(both)

@@ -1,4 +1,4 @@
-"""On a GPU: compiled bf16 training against fp32 with dense masks, flex attention at any length, resume to the bit."""
+"""On a GPU: compiled bf16 training against fp32 with dense masks, flex attention at any length, bit-exact resume."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_compiled_bf16_against_fp32_with_dense_masks(length, flags):
 @pytest.mark.parametrize("length", [128, 100, 257, 1000])
 @pytest.mark.parametrize("window", [None, 70])
 def test_flex_attention_at_any_length(length, window):
-    """Forward and backward, with a last block that is not full."""
+    """Forward and backward, also when the last block is not full."""
     document = torch.ones(2, length, dtype=torch.long, device="cuda")
     document[0, length // 3 :], document[1, length - 9 :] = 2, 0
     start = document_starts(document)
@@ -91,7 +91,7 @@ def test_flex_attention_at_any_length(length, window):
         (out.square().sum() + lse.sum()).backward()
         results.append((out, lse, q.grad, k.grad, v.grad))
     for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)  # products in TF32
+        torch.testing.assert_close(a, b, rtol=5e-3, atol=5e-3)  # matrix products use TF32
 
 
 def test_resume_is_exact_on_the_card(tmp_path: Path):
@@ -103,7 +103,7 @@ def test_resume_is_exact_on_the_card(tmp_path: Path):
             "data": {
                 "train": [str(folder / "answers.jsonl")],
                 "held_out_samples": 4,
-                "sequence_length": 200,  # no multiple of a block
+                "sequence_length": 200,  # not a multiple of the block size
                 "micro_batch_size": 2,
             },
             "drafter": {"aux_layers": [1, 2, 3], "draft_vocab_size": 64},

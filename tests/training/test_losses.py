@@ -1,4 +1,4 @@
-"""The chunked loss against the textbook one, gradients included."""
+"""The chunked loss against a direct implementation, including gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fledge make`: a toy's drafter in one command, killed twice on the way; and the plan it prints."""
+"""`fledge make`: a drafter for a toy target in one command, also when it is killed and resumed."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from tests.training.chat import chat_tokenizer, prompts_of_toy
 from tests.training.test_make_plan import plan_for
 
 COMMAND = [sys.executable, "-m", "fledge", "make", "toy", "--device", "cpu", "--hours", "0.03", "--out"]
-STATED_LENGTH = 3.0  # acceptance at depth 5 that a drafter for the toy must reach; all steps give about 4.7
+STATED_LENGTH = 3.0  # acceptance length at depth 5 that the toy's drafter must reach; the full training gives about 4.7
 
 
 def kill_when(out: Path, reached: Callable[[], bool]) -> None:
-    """kill -9, as soon as something is there."""
+    """Starts the command and kills it with SIGKILL as soon as `reached()`."""
     process = subprocess.Popen(
         [*COMMAND, str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         deadline = time.monotonic() + 240
         while not reached():
-            assert process.poll() is None, "it ended by itself"
+            assert process.poll() is None, "the command ended before it was killed"
             assert time.monotonic() < deadline
             time.sleep(0.02)
     finally:
@@ -59,7 +59,7 @@ def kill_when(out: Path, reached: Callable[[], bool]) -> None:
 
 
 @pytest.mark.timeout(1200)
-def test_a_toy_killed_twice_on_the_way(tmp_path):
+def test_make_resumes_after_two_kills(tmp_path):
     out = tmp_path / "made"
     answers, checkpoints = out / "answers.jsonl", out / "run" / "checkpoints"
     kill_when(out, lambda: answers.is_file() and answers.stat().st_size > 0)
@@ -68,7 +68,7 @@ def test_a_toy_killed_twice_on_the_way(tmp_path):
     kill_when(out, lambda: checkpoints.is_dir() and any(checkpoints.glob("step-*.pt")))
     step = max(int(path.stem.removeprefix("step-")) for path in checkpoints.glob("step-*.pt"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    # More time than the steps need: a busy machine takes longer over them, and does not make fewer.
+    # More time than the steps need, so that a busy machine does not make fewer of them.
     command = [*COMMAND, str(out), "--hours", "0.3"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
@@ -77,7 +77,7 @@ def test_a_toy_killed_twice_on_the_way(tmp_path):
     for command in ("fledge serve", "vllm serve", "sglang.launch_server"):
         assert command in done.stdout
     lines = answers.read_text().splitlines()
-    assert lines[: len(before)] == before  # nothing was answered twice, nothing lost
+    assert lines[: len(before)] == before  # no prompt is answered twice, no answer is lost
     assert len({json.loads(line)["id"] for line in lines}) == len(lines)
     drafter = load_drafter(out / "drafter", load_config(out / "toy" / "target"))
     assert drafter.config.version == "3.1"
@@ -91,7 +91,7 @@ def test_a_toy_killed_twice_on_the_way(tmp_path):
 
 @pytest.mark.parametrize("kind", ["Qwen3MoeForCausalLM", "fp8-tensor"])
 def test_targets_with_experts_and_in_fp8(kind, tmp_path, monkeypatch):
-    """States come from the target as it is served; how much is learnt in seconds does not matter."""
+    """The states come from the target as it is served. The drafter's quality is not checked: it trains for seconds."""
     settings = {"architecture": kind, **FAMILY_SETTINGS[kind]} if kind in FAMILY_SETTINGS else {}
     monkeypatch.setattr(toy, "TARGET", replace(toy.TARGET, **settings))
     decoder = toy.learned_target(60)
@@ -103,7 +103,7 @@ def test_targets_with_experts_and_in_fp8(kind, tmp_path, monkeypatch):
     assert time.monotonic() - began < 180
     assert load_drafter(made.folder, load_config(target)).config.version == "3.1"
     assert made.acceptance_length["5"] >= 1.0
-    # The best step may be the first: seconds of training need not raise acceptance.
+    # The first step may be the best one: a few seconds of training may not raise acceptance.
     assert max(record["step"] for record in journal.read_journal(tmp_path / "out" / "run" / "log.jsonl")) > 0
 
 
@@ -131,8 +131,8 @@ def test_prompts_are_held_out_of_all_files(tmp_path):
     assert sorted(train) == sorted(line for line in [*lines, *lines[::2]] if line not in held_out)
 
 
-def test_prompts_are_held_out_where_none_of_the_first_file_is_answered(tmp_path):
-    """All prompts of a file may be too long or contaminated; the target's own are then all there is."""
+def test_prompts_are_held_out_when_the_first_file_has_no_answers(tmp_path):
+    """All prompts of a file may be too long or contaminated; then only the target's own prompts remain."""
     (tmp_path / "answers.jsonl").touch()
     (tmp_path / "own.jsonl").write_text("".join(json.dumps({"id": f"self-{number}"}) + "\n" for number in range(30)))
     split([[tmp_path / "answers.jsonl"], [tmp_path / "own.jsonl"]], tmp_path / "data")
@@ -140,15 +140,15 @@ def test_prompts_are_held_out_where_none_of_the_first_file_is_answered(tmp_path)
     assert (len(train), len(held_out)) == (27, 3)
 
 
-def test_the_sizes_of_the_first_conversations_tell_those_of_all(tmp_path, monkeypatch):
+def test_sizes_are_estimated_from_first_conversations(tmp_path, monkeypatch):
     monkeypatch.setattr(make_answers, "SIZED_LINES", 10)
     turn = {"prompt_ids": [1] * 30, "answer_ids": [2] * 20}
     (tmp_path / "train.jsonl").write_text((json.dumps({"id": "a", "turns_ids": [turn, turn]}) + "\n") * 40)
     assert sizes(tmp_path / "train.jsonl") == (pytest.approx(40 * 50), 50)
 
 
-def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, monkeypatch):
-    """And when a few prompts are answered greedily, they are answered once more, and the target writes its own."""
+def test_make_without_plotting_packages(tmp_path, monkeypatch):
+    """Works without matplotlib and tensorboard. Few prompts are answered greedily, then sampled; the target writes more."""
     for package in ("matplotlib", "tensorboard", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, package, None)
     told: list[str] = []
@@ -168,7 +168,7 @@ def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, mon
     assert "the training is already complete, with a time limit of 0.008 hours" in "".join(told)
     with pytest.raises(UserError, match="was started with decontaminate None"):
         make("toy", tmp_path / "out", prompts=prompts, device="cpu", twin=True, decontaminate=[prompts], log=told.append)
-    assert again.acceptance_length == made.acceptance_length  # killed in the checks: it is not trained again
+    assert again.acceptance_length == made.acceptance_length  # the second call does not train again
     assert log == (tmp_path / "out" / "run" / "eagle3.1" / "log.jsonl").read_text()
     trained = {json.loads(line)["id"] for line in (tmp_path / "out" / "data" / "train.jsonl").open()}
     held_out = {json.loads(line)["id"] for line in (tmp_path / "out" / "data" / "held-out.jsonl").open()}
@@ -176,8 +176,8 @@ def test_without_the_packages_for_pictures_it_is_made_all_the_same(tmp_path, mon
     assert not trained & held_out
 
 
-def test_the_engine_that_answered_is_gone_before_the_training(tmp_path, monkeypatch):
-    """Its KV cache would leave the training a seventh of a GPU. The GPU's executor refers to itself: it must be collected."""
+def test_answering_engine_is_freed_before_training(tmp_path, monkeypatch):
+    """Its KV cache would leave a seventh of the GPU for training. The executor has reference cycles: it needs gc.collect()."""
     built: list[weakref.ref[object]] = []
 
     def build_captured(*args, **options):
@@ -196,12 +196,12 @@ def test_the_engine_that_answered_is_gone_before_the_training(tmp_path, monkeypa
     assert [reference() for reference in built] == [None, None]
 
 
-def test_a_budget_that_loading_uses_up_still_gets_its_first_answers(tmp_path):
-    """A busy machine took 0.9 s to load the target of a make of 3.6 s: no answer, no drafter."""
+def test_first_answers_are_made_when_loading_uses_the_budget(tmp_path):
+    """On a busy machine, loading took 0.9 s of a 3.6 s budget, and there were no answers and no drafter."""
     target = toy.make(tmp_path / "toy", num_answers=1, steps=10) / "target"
     tokenizer, shape = making.Tokenizer(target), load_config(target)
     file = prompts_of_toy(tmp_path / "p", 20)
-    repeated = tmp_path / "r"  # its first prompt ten times, then the others
+    repeated = tmp_path / "r"  # the first prompt ten times, then the others
     repeated.write_text(file.read_text().splitlines(True)[0] * 9 + file.read_text())
     for prompts, name in ((file, "file"), (repeated, "repeated"), (None, "self-written")):
         plan = MakePlan.of(str(target), shape, tokenizer, torch.device("cpu"), 1.0, prompts)
@@ -212,11 +212,11 @@ def test_a_budget_that_loading_uses_up_still_gets_its_first_answers(tmp_path):
         )
         lines = [len((out / "data" / file).read_text().splitlines()) for file in ("held-out.jsonl", "train.jsonl")]
         assert lines[0] == 2
-        # In rounds of 8, 16 and 32 prompts; of the repeated ones the third has the 19 others.
+        # Rounds have 8, 16 and 32 prompts. With repeats, the 19 other prompts are in the third round.
         assert sum(lines) == (20 if name == "repeated" else make_answers.MIN_ANSWERS)
 
 
-def test_the_first_answers_may_take_a_minute_and_not_the_budget_again(tmp_path, monkeypatch):
+def test_first_answers_have_their_own_time_limit(tmp_path, monkeypatch):
     limits: list[float] = []
 
     def answers_nothing(*_, max_seconds, **__) -> RegenerateReport:
@@ -230,11 +230,11 @@ def test_the_first_answers_may_take_a_minute_and_not_the_budget_again(tmp_path, 
         make_answers.answer(plan, None, chat_tokenizer(), tmp_path, Progress(tmp_path / "make.json", {}), (), lambda _: None)
     in_budget, first = limits[: len(plan.answer_parts)], limits[len(plan.answer_parts) :]
     assert min(in_budget) > 1000
-    assert len(first) == 3  # 8, 16 and 32 prompts of 20
+    assert len(first) == 3  # rounds of 8, 16 and 32, with 20 prompts
     assert max(first) <= make_answers.MIN_SECONDS
 
 
-def test_a_run_that_is_resumed_with_more_time_spreads_its_evaluations_over_it(tmp_path):
+def test_resume_with_more_time_spreads_evaluations(tmp_path):
     plan = replace(plan_for(), hours=0.1)
     turn = {"prompt_ids": [1] * 30, "answer_ids": [2] * 20}
     (tmp_path / "data").mkdir()
@@ -249,12 +249,12 @@ def test_a_run_that_is_resumed_with_more_time_spreads_its_evaluations_over_it(tm
     assert long.max_seconds == pytest.approx(3 * 3600 - 120, abs=5)
     assert long.evaluate_seconds == pytest.approx(long.max_seconds / 18)
     assert long.save_seconds == 120
-    assert replace(recipes[1], run=short) == recipes[0]  # nothing else changes
+    assert replace(recipes[1], run=short) == recipes[0]  # all other settings are equal
 
 
 @pytest.mark.parametrize("on_all", [True, False])
-def test_memory_that_runs_out_makes_smaller_micro_batches(monkeypatch, on_all):
-    """Unless other processes have not noticed: then this one ends, and they with it."""
+def test_out_of_memory_makes_smaller_micro_batches(monkeypatch, on_all):
+    """Only if all processes ran out of memory (`on_all`); otherwise the error ends this process and with it the others."""
     tried = []
 
     def fails_twice(recipe, **_):
@@ -299,8 +299,8 @@ def test_the_time_of_a_killed_process_counts_up_to_its_last_answer(tmp_path):
     assert Progress.load(tmp_path / "make.json", {"model": "a"}).spent < 1
 
 
-def test_answers_of_a_target_with_longrope_are_of_the_states_factors():
-    """An engine of short texts would take the short ones; states, and a server by default, have the long ones."""
+def test_longrope_answers_use_the_same_factors_as_states():
+    """An engine for short texts would use the short factors; states, and a server by default, use the long ones."""
     rope = RopeConfig(1e4, "longrope", 8.0, 64, attention_factor=1.5, short_factor=(1.0, 2.0, 3.0), long_factor=(2.0, 4.0, 6.0))
     decoder = tiny_decoder(architecture="Phi3ForCausalLM", rope=rope)
     plan = SimpleNamespace(endpoint=None, model=decoder, sequence_length=32)

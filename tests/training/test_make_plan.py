@@ -1,4 +1,4 @@
-"""The plan that `fledge make` prints: what it says, what it refuses, and the recipe it becomes."""
+"""The plan of `fledge make`: its text, its refusals and the recipe made from it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.training.chat import ALWAYS_THINKING, TOOLS, chat_tokenizer
 SMOLLM2 = ModelConfig("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 8192, tie_embeddings=True)
 QWEN_8B = ModelConfig("Qwen3ForCausalLM", 151_936, 4096, 12_288, 36, 32, 8, 128, 40_960)
 LLAMA_70B = ModelConfig("LlamaForCausalLM", 128_256, 8192, 28_672, 80, 64, 8, 128, 131_072)
-H200 = 140 << 30  # bytes that are free
+H200 = 140 << 30  # free bytes
 
 
 def plan_for(tokenizer=None, prompts=None, **shape) -> MakePlan:
@@ -33,7 +33,7 @@ def plan_for(tokenizer=None, prompts=None, **shape) -> MakePlan:
 
 @pytest.fixture
 def on_h200(monkeypatch):
-    """Plans as on an H200: its product rate; memory is given."""
+    """Builds plans for an H200's matrix product rate and the given free memory."""
     monkeypatch.setattr(make_plan, "product_rate", lambda device: 6.6e14)
 
     def plan(shape: ModelConfig, hours: float = 1.0, free_bytes: int = H200, **options) -> MakePlan:
@@ -48,7 +48,7 @@ def recipe_of(plan: MakePlan, num_tokens: float = 1e8) -> Recipe:
     return build_recipe(plan.recipe(Path("out"), Path("train.jsonl"), Path("held.jsonl"), num_tokens, 2000, seconds))
 
 
-def test_the_plan_says_what_will_be_done():
+def test_plan_describes_the_work():
     text = plan_for(chat_tokenizer(TOOLS), num_layers=28, vocab_size=151_936, hidden_size=1536, max_positions=32_768).describe()
     for words in ("half of them with thinking", "draft vocabulary 32,000 tokens", "window 2048", "target layers 2, 14, 25"):
         assert words in text
@@ -61,7 +61,7 @@ def test_the_plan_becomes_a_recipe():
     plan = plan_for(num_layers=8)
     content = plan.recipe(Path("out"), Path("train.jsonl"), Path("held.jsonl"), 50_000, 100, plan.train_seconds(600.0))
     recipe = build_recipe(content)
-    assert recipe.run.max_seconds == pytest.approx(7200 - 600 - 120)  # the last two minutes are for the checks
+    assert recipe.run.max_seconds == pytest.approx(7200 - 600 - 120)  # the last two minutes are reserved for the checks
     assert recipe.data.sequence_length == 128
     steps = 50_000 * recipe.run.epochs / (recipe.data.global_batch_size * recipe.data.sequence_length)
     assert steps > 250
@@ -75,7 +75,7 @@ def test_on_a_gpu_a_short_training_has_smaller_steps(on_h200):
     assert large.step_rows(1e8, 2048, 10) == 4
 
 
-def test_time_that_answers_took_too_long_is_not_taken_from_all_of_the_training():
+def test_training_keeps_a_minimum_when_answers_take_too_long():
     plan = plan_for()
     assert plan.train_seconds(7100.0) == pytest.approx(0.25 * 7200)
     assert plan.train_seconds(plan.answer_seconds) > 1.5 * plan.answer_seconds
@@ -102,7 +102,7 @@ def test_expectations_grow_with_the_data():
 
 @pytest.mark.parametrize("num_processes", [2, 4, 8])
 def test_the_rows_of_a_step_can_be_shared_by_all_processes(on_h200, num_processes):
-    """An 8B target in an hour had 7 rows a step, which no number of GPUs could share: it stopped after the answers."""
+    """An 8B target with an hour had 7 rows per step, which 2, 4 or 8 GPUs cannot share: it stopped after the answers."""
     one = on_h200(QWEN_8B)
     many = on_h200(QWEN_8B, num_processes=num_processes, num_answering=num_processes)
     assert many.train_tokens_per_s == pytest.approx(num_processes * one.train_tokens_per_s)
@@ -114,8 +114,8 @@ def test_the_rows_of_a_step_can_be_shared_by_all_processes(on_h200, num_processe
         assert resolved.micro_batch_size == recipe.data.micro_batch_size <= resolved.global_batch_size // num_processes
 
 
-def test_what_training_was_measured_to_take(on_h200):
-    """One H200, SmolLM2-135M: 518,000 tokens/s and 5.6 to 6.3 GiB at 16 rows; 133,000 to 152,000 answer tokens/s."""
+def test_estimates_match_measurements(on_h200):
+    """Measured on one H200, SmolLM2-135M: 518,000 tokens/s, 5.6 to 6.3 GiB at 16 rows, 133,000 to 152,000 answer tokens/s."""
     plan = on_h200(SMOLLM2)
     assert plan.train_tokens_per_s == pytest.approx(518_000, rel=0.3)
     assert plan.answer_tokens_per_s == pytest.approx(142_000, rel=0.1)
@@ -146,21 +146,21 @@ def test_a_target_that_does_not_fit_is_refused_before_it_answers(on_h200):
         on_h200(LLAMA_70B, endpoint="http://host:8000/v1", free_bytes=24 << 30)
 
 
-def test_a_twin_takes_its_time_and_memory(on_h200):
+def test_twin_needs_time_and_memory(on_h200):
     alone, both = on_h200(QWEN_8B), on_h200(QWEN_8B, twin=True)
     assert both.batch(4, 2048).peak_bytes - alone.batch(4, 2048).peak_bytes == 18 * alone.work.drafter_parameters
     assert alone.train_tokens_per_s / 2 < both.train_tokens_per_s < alone.train_tokens_per_s
-    assert recipe_of(both).run.patience is None  # arms end together
+    assert recipe_of(both).run.patience is None  # all arms end together
 
 
 def test_a_run_can_end_when_it_no_longer_improves(on_h200):
-    """Six evaluations without a better one end it; there were eight in all."""
+    """Six evaluations without an improvement end the run; there used to be only eight in all."""
     run = recipe_of(on_h200(SMOLLM2)).run
     assert 16 <= run.max_seconds / run.evaluate_seconds <= 20
     assert run.patience <= 7
 
 
-def test_long_prompts_have_longer_rows_and_are_evaluated_on(tmp_path, on_h200):
+def test_long_prompts_get_longer_rows_and_are_evaluated(tmp_path, on_h200):
     usual = on_h200(SMOLLM2)
     assert (usual.sequence_length, recipe_of(usual).evaluation.max_prompt_tokens) == (2048, 2048 - 128)
     file = tmp_path / "prompts.jsonl"
@@ -170,11 +170,11 @@ def test_long_prompts_have_longer_rows_and_are_evaluated_on(tmp_path, on_h200):
     assert plan.sequence_length == 8192
     assert recipe_of(plan).evaluation.max_prompt_tokens == 8192 - 128
     file.write_text("".join(json.dumps({"prompt": words * 8}) + "\n" for _ in range(3)))
-    assert on_h200(replace(QWEN_8B), prompts=file).sequence_length == 16_384  # the rest is answered as "too long"
+    assert on_h200(replace(QWEN_8B), prompts=file).sequence_length == 16_384  # longer prompts are reported as too long
     assert on_h200(SMOLLM2, prompts=file).sequence_length == 8192  # the model's own limit
 
 
-def test_models_that_always_think_are_described_so():
+def test_plan_states_that_a_model_always_thinks():
     plan = plan_for(chat_tokenizer(ALWAYS_THINKING), max_positions=2048)
     assert "with thinking, which the template cannot switch off" in plan.describe()
     assert plan.max_answer_tokens > plan_for(max_positions=2048).max_answer_tokens

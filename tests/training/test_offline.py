@@ -1,4 +1,4 @@
-"""Target states on disk belong to the weights that they were made with."""
+"""Target states on disk can only be used with the weights that made them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed batches: every answer token once an epoch, equal for equal seeds, resumable anywhere."""
+"""Packed batches: every answer token once per epoch, deterministic for a seed, resumable at any batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fledge.training.data.samples import Sample, SampleSet
 
 
 def make_samples(count: int = 60, longest: int = 60, seed: int = 0) -> SampleSet:
-    """Every token is different, so that a batch says where each came from; the second half of each is the answer."""
+    """Samples whose tokens all differ, so that a batch shows where each came from. The second half is the answer."""
     random, first, samples = np.random.default_rng(seed), 1, []
     for _ in range(count):
         length = int(random.integers(4, longest))
@@ -60,7 +60,7 @@ def test_an_epoch_has_every_answer_token_once():
     assert loader.epoch == 1.0
 
 
-def test_a_long_sample_ends_with_its_row():
+def test_long_sample_is_cut_at_the_end_of_its_row():
     tokens = np.arange(1, 301, dtype=np.int32)
     loader = PackedLoader([Sample(tokens, tokens > 50)], sequence_length=64, micro_batch_size=1, seed=0)
     (batch,) = epoch_of(loader)
@@ -109,8 +109,8 @@ def test_resuming_with_other_settings_is_refused():
 
 
 @pytest.mark.parametrize(("micro", "world"), [(1, 1), (4, 1), (2, 2), (1, 4)])
-def test_the_rows_of_a_step_do_not_depend_on_who_takes_them(micro, world):
-    """So a run resumes with another number of ranks, also in the middle of an epoch."""
+def test_rows_of_a_step_do_not_depend_on_number_of_ranks(micro, world):
+    """So a run can resume with another number of ranks, also in the middle of an epoch."""
     samples = make_samples()
     one = PackedLoader(samples, 64, 2, seed=1, global_batch_size=4)
     list(islice(one, 6))
@@ -129,7 +129,7 @@ def test_ranks_share_an_epoch_without_overlap():
     whole = PackedLoader(samples, 64, 6, seed=0)
     ranks = [PackedLoader(samples, 64, 2, seed=0, rank=rank, world_size=3) for rank in range(3)]
     assert {rank.batches_per_epoch for rank in ranks} == {whole.batches_per_epoch}
-    for batch in epoch_of(whole):  # a step of three ranks is a step of one with three times the rows
+    for batch in epoch_of(whole):  # a step of three ranks equals a step of one rank with three times the rows
         assert torch.equal(batch.tokens, torch.cat([next(rank).tokens for rank in ranks]))
 
 
@@ -143,7 +143,7 @@ def test_position_offsets():
         for row in range(4)
         for number in range(1, int(plain.document[row].max()) + 1)
     }
-    assert all(len(shift) == 1 and 0 <= shift[0] <= 1000 for shift in shifts)  # one offset a document
+    assert all(len(shift) == 1 and 0 <= shift[0] <= 1000 for shift in shifts)  # one offset per document
     assert len(shifts) > 3
 
 

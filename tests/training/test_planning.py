@@ -1,4 +1,4 @@
-"""The paper arithmetic: against sizes counted on real networks, and one case worked out by hand."""
+"""Size and time estimates: against sizes of real networks, and one case calculated by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_parameters_are_those_of_a_drafter():
     assert plan.drafter_parameters == sum(p.numel() for p in drafter.parameters() if p.dim() == 2)
 
 
-def test_kimi_k2_by_hand():
+def test_kimi_k2_estimate():
     plan = Plan()
     assert plan.bytes_per_token == 4 * 7168 * 2 == 57_344
     assert plan.storage_bytes == pytest.approx(57.344e12)  # 500,000 samples of 2,000 tokens: a billion
@@ -47,7 +47,7 @@ def test_streaming_is_as_fast_as_the_slower_side():
     assert fast_server.bytes_per_s == fast_server.training_tokens_per_s * 57_344
 
 
-def test_own_numbers():
+def test_numbers_from_the_command_line():
     plan = parse(["hidden_size=4096", "active_parameters=8e9", "samples=1e5"])
     assert (plan.hidden_size, plan.active_parameters, plan.samples) == (4096, 8e9, 1e5)
     assert "| hidden states, per token | 32,768 B |" in plan.table()

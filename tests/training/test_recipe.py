@@ -1,4 +1,4 @@
-"""Recipes: what is read, overridden and refused."""
+"""Recipes: reading, overrides and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(path, tmp_path):
     assert load_recipe(copy) == recipe
 
 
-def test_there_are_recipes():
+def test_recipes_are_shipped():
     assert {path.stem for path in RECIPES} >= {
         "tiny",
         "tiny-mla",
@@ -56,15 +56,15 @@ def test_the_two_smollm2_recipes_differ_in_version_output_and_learning_rate_alon
     assert ours == twin
 
 
-def test_the_smollm2_recipes_are_what_the_shipped_drafter_was_trained_with():
-    """Its provenance is the record; the clock ended that run, and the first stage's drafter lay in the folder it now has."""
+def test_smollm2_recipes_match_the_shipped_drafters_provenance():
+    """Compares with the drafter's provenance. Not compared: the time limit, and init_from, whose folder has moved."""
     folder = RECIPES[0].parent
     record = json.loads((SHIPPED / "provenance.json").read_text())
     first, second = (load_recipe(folder / f"smollm2-135m-eagle3.1{stage}.yaml") for stage in ("", "-continued"))
     said, ran = json.loads(json.dumps(second.to_dict())), record["recipe"]
     for recipe in (said, ran):
         recipe["drafter"].pop("init_from")
-    # Names that have changed since. Long samples were cut into pieces then, which is no longer possible.
+    # Keys renamed since then. Long samples were split into pieces then; that setting no longer exists.
     ran["optimizer"]["max_grad_norm"] = ran["optimizer"].pop("clip")
     ran["objective"]["outside_vocabulary"] = "renormalise" if ran["objective"].pop("renormalise") else "mask"
     ran["data"]["micro_batch_size"] = ran["data"].pop("batch_rows")
@@ -196,11 +196,11 @@ def test_impossible_numbers_are_refused_with_what_is_allowed(tmp_path, override,
         "evaluation.sink_column=1023",
     ],
 )
-def test_the_ends_of_what_is_allowed(tmp_path, override):
+def test_boundary_values_are_allowed(tmp_path, override):
     load_recipe(write(tmp_path, SMALL), [override])
 
 
-def test_numbers_are_checked_whoever_makes_the_settings(tmp_path):
+def test_numbers_are_checked_in_direct_construction(tmp_path):
     recipe = load_recipe(write(tmp_path, SMALL))
     with pytest.raises(ValueError, match=r"greater than or equal to 1"):
         replace(recipe, run=replace(recipe.run, patience=0))
@@ -212,7 +212,7 @@ def latent_drafter(target, **drafter) -> DrafterConfig:
 
 
 def test_sizes_of_latent_attention():
-    """DeepSeek's, the recipe's, those of a target that has such attention itself."""
+    """Defaults are DeepSeek's; the recipe's sizes and those of a target with latent attention replace them."""
     target = tiny_model_config(head_dim=8)
     config = latent_drafter(target)
     assert config.mla == MLAConfig(kv_lora_rank=512, qk_nope_head_dim=8, qk_rope_head_dim=64, v_head_dim=8, q_lora_rank=32)
@@ -226,14 +226,14 @@ def test_sizes_of_latent_attention():
         latent_drafter(target, mla={"qk_rope_head_dim": 3})
 
 
-def test_latent_attention_gets_positions_that_servers_agree_on():
+def test_latent_attention_gets_rope_that_all_servers_support():
     llama3 = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_positions=64)
     yarn = RopeConfig(theta=5e4, kind="yarn", factor=8.0, original_max_positions=64)
     assert latent_drafter(tiny_model_config(rope=llama3)).rope == RopeConfig(theta=5e5)
     assert latent_drafter(tiny_model_config(rope=yarn)).rope == yarn
 
 
-def test_every_mistake_is_told_at_once():
+def test_all_mistakes_are_reported_at_once():
     with pytest.raises(RecipeError, match=r"target\.model: missing; unknown key data\.trian.*; run\.steps must be"):
         build_recipe({**SMALL, "target": {}, "data": {"train": "toy", "trian": 1}, "run": {"steps": 0}})
 
@@ -257,7 +257,7 @@ def test_every_key_is_described_and_its_default_is_the_real_one():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_commands_for_several_gpus_train_as_the_recipe_says(path):
-    """Rows of a step are a number of their own, so that torchrun needs no further setting."""
+    """global_batch_size is set explicitly, so that torchrun needs no further setting."""
     if "torchrun" in path.read_text():
         assert load_recipe(path).data.global_batch_size is not None
 

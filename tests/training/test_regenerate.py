@@ -1,4 +1,4 @@
-"""Answers from the target: turn by turn, resumable, exact in their ids; and prompts that it writes itself."""
+"""Answers from the target: turn by turn, resumable, with exact token ids; and prompts that the target writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.training.chat import INSTRUCT, QWEN3, TOOLS, assistant, chat_tokenize
 
 
 class EchoGenerator:
-    """Answers "You said: <the last user turn>", out of order, and keeps what it was asked."""
+    """Answers "You said: <the last user turn>", out of order, and records its calls."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class EchoGenerator:
     ):
         self.tokenizer, self.fail_after, self.strip_stop = tokenizer, fail_after, strip_stop
         self.max_model_len, self.concurrency = max_model_len, concurrency
-        self.calls: list[dict] = []  # prompts that were taken together
+        self.calls: list[dict] = []  # one entry per call, with its prompts
         self.seeds: list[int] = []
         self.answered = 0
         self.busy = False
@@ -46,7 +46,7 @@ class EchoGenerator:
     def generate(self, prompts, *, max_tokens, temperature, top_p, seed, stop_ids):
         prompts, taken = iter(prompts), 0
         seed_of = seed if callable(seed) else lambda index: seed + index
-        assert not self.busy, "one set of prompts at a time, as on a GPU"
+        assert not self.busy, "only one call at a time is allowed, as on a GPU"
         self.busy = True
         try:
             while batch := list(takewhile(lambda prompt: prompt is not None, islice(prompts, self.concurrency))):
@@ -72,7 +72,7 @@ class EchoGenerator:
 
 
 class WritingGenerator(EchoGenerator):
-    """Writes user turns as well: a few different ones, some of them useless."""
+    """Also writes user turns: a few different ones, some unusable."""
 
     def reply(self, prompt: str, draw: random.Random) -> str:
         if prompt.endswith("user\n"):
@@ -134,7 +134,7 @@ def test_multi_turn_answers_keep_their_ids_into_training(tmp_path):
     done = records(out)
     assert done["a"]["messages"][1::2] == [assistant(f"You said: {text}") for text in ("Hi", "How are you?", "Bye")]
     assert done["a"]["messages"][0::2] == [user("Hi"), user("How are you?"), user("Bye")]
-    # The prompts are those that serving would make, and one conversation is one sample with three answers.
+    # Prompts equal those of serving, and one conversation becomes one sample with three answers.
     assert done["a"]["turns_ids"][2]["prompt_ids"] == tokenizer.apply_chat_template(done["a"]["messages"][:5])
     conversation = next(c for c in read_conversations(out) if len(c.turns) == 3)
     sample = tokenize_conversation(conversation, ChatFormat(tokenizer))
@@ -152,7 +152,7 @@ def test_answers_without_their_stop_id_get_it_and_cut_ones_do_not(tmp_path):
     assert done["a"]["turns_ids"][0]["answer_ids"][-1] == tokenizer.eos_token_ids[0]
     first, second = done["b"]["turns_ids"]
     assert (first["finish_reason"], len(first["answer_ids"]), report.cut_off) == ("length", 20, 1)
-    # The template closes the cut answer in the next prompt, and training puts no loss on that.
+    # The template ends the cut-off answer in the next prompt; that end token has no loss in training.
     seen = first["prompt_ids"] + first["answer_ids"]
     assert second["prompt_ids"][: len(seen) + 1] == [*seen, tokenizer.eos_token_ids[0]]
 
@@ -172,7 +172,7 @@ def test_templates_that_rewrite_history_still_give_exact_samples(tmp_path):
     assert [c.turns[0].prompt_ids for c in conversations] == [turn["prompt_ids"] for turn in record["turns_ids"]]
 
 
-def test_stopped_run_goes_on_and_drops_the_torn_line(tmp_path, monkeypatch):
+def test_stopped_run_resumes_and_drops_incomplete_line(tmp_path, monkeypatch):
     tokenizer = chat_tokenizer()
     lines = [{"id": f"p{n}", "turns": [f"Number {n}"] + ["And?"] * (n % 2)} for n in range(10)]
     prompts, out, whole = write(tmp_path / "p.jsonl", *lines), tmp_path / "o.jsonl", tmp_path / "whole.jsonl"
@@ -186,18 +186,18 @@ def test_stopped_run_goes_on_and_drops_the_torn_line(tmp_path, monkeypatch):
     monkeypatch.setattr("fledge.progress.task", lambda *args, **kwargs: bars.append(kwargs) or Task(*args, **kwargs))
     report = regenerate(generator, tokenizer, prompts, out)
     assert report.already_done == len(finished)
-    assert bars == [{"done": len(finished)}]  # the rate counts from there
+    assert bars == [{"done": len(finished)}]  # the rate excludes earlier answers
     assert len(generator.calls[0]["prompts"]) == 10 - len(finished)
     regenerate(EchoGenerator(tokenizer), tokenizer, prompts, whole)
     assert records(out) == records(whole)
     assert len(out.read_text().splitlines()) == 10
-    # Nothing left to do: nothing is asked.
+    # Nothing left to do: the generator is not called.
     generator = EchoGenerator(tokenizer)
     regenerate(generator, tokenizer, prompts, out)
     assert generator.calls == []
 
 
-def test_one_file_never_mixes_two_ways_of_answering(tmp_path):
+def test_answer_file_refuses_other_settings(tmp_path):
     tokenizer = chat_tokenizer()
     prompts, out = write(tmp_path / "p.jsonl", {"prompt": "Hi"}), tmp_path / "o.jsonl"
     regenerate(EchoGenerator(tokenizer), tokenizer, prompts, out, model="a")
@@ -224,7 +224,7 @@ def test_counts_duplicates_long_prompts_refusals_and_loops(tmp_path):
     generator = Looper(tokenizer, max_model_len=600)
     report = regenerate(generator, tokenizer, prompts, tmp_path / "o.jsonl", max_tokens=256)
     assert (report.duplicates, report.too_long, report.conversations, report.looping) == (1, 1, 2, 2)
-    assert len(records(tmp_path / "o.jsonl")["late"]["messages"]) == 2  # ends where there is no room for more
+    assert len(records(tmp_path / "o.jsonl")["late"]["messages"]) == 2  # ends when the context is full
     assert all(record["looping"] for record in records(tmp_path / "o.jsonl").values())
     assert "2 looping" in str(report)
     refusing = chat_tokenizer(INSTRUCT)
@@ -247,7 +247,7 @@ def test_self_prompted(tmp_path):
     tokenizer, out = chat_tokenizer(), tmp_path / "o.jsonl"
     generator = WritingGenerator(tokenizer)
     report = regenerate(generator, tokenizer, None, out, self_prompted=12, max_tokens=64)
-    # Only the opening of a user's turn was given, default system prompt included, and sampled at temperature 1.
+    # The prompt is only the start of a user turn with the default system prompt, sampled at temperature 1.
     opening = "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n<|im_start|>user\n"
     assert tokenizer.decode(generator.calls[0]["prompts"][0], skip_special_tokens=False) == opening
     assert generator.calls[0]["temperature"] == 1.0
@@ -259,7 +259,7 @@ def test_self_prompted(tmp_path):
         assert asked.startswith("What is ")
         assert answered == f"You said: {asked}"
     assert len({record["messages"][0]["content"] for record in done.values()}) == 12
-    # Going on asks for the missing ones alone, and does not draw the same again.
+    # A resumed run only generates the missing prompts, with other seeds.
     more = WritingGenerator(tokenizer)
     report = regenerate(more, tokenizer, None, out, self_prompted=15, max_tokens=64)
     assert (report.conversations, report.already_done, len(records(out))) == (3, 12, 15)
@@ -289,7 +289,7 @@ def test_a_target_that_cannot_write_prompts_is_reported(tmp_path):
 
 
 def test_command_line(tmp_path):
-    """The whole way, with a tiny model on the CPU engine."""
+    """End to end, with a tiny model on the CPU engine."""
     import typer
 
     from fledge.cli.regenerate import regenerate as command
@@ -319,7 +319,7 @@ def test_tools_and_thinking_reach_the_prompt_and_the_file(tmp_path):
     lines.append({"prompt": "How is Oslo?", "chat_template_kwargs": {"enable_thinking": False}})
     generator, out = EchoGenerator(tokenizer), tmp_path / "out.jsonl"
     report = regenerate(generator, tokenizer, write(tmp_path / "prompts.jsonl", *lines), out)
-    assert report.conversations == 3  # the same words under other options are another prompt
+    assert report.conversations == 3  # the same text with other options is another prompt
     prompts = [tokenizer.decode(ids, skip_special_tokens=False) for ids in generator.calls[0]["prompts"]]
     assert ["weather" in prompt for prompt in prompts] == [False, True, False]
     assert [prompt.endswith("<think>\n\n</think>\n\n") for prompt in prompts] == [False, False, True]
@@ -331,7 +331,7 @@ def test_tools_and_thinking_reach_the_prompt_and_the_file(tmp_path):
 
 
 def test_after_a_tools_result_the_last_message_is_answered(tmp_path):
-    """The conversation is kept: asked again turn by turn, the target might call other tools. Refused ones are counted."""
+    """Only the last answer is regenerated, because the target might call other tools. Template errors are counted."""
     tokenizer = chat_tokenizer(QWEN3)
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": "{}"}}]}
     result, tools = {"role": "tool", "content": "rain"}, [{"type": "function", "function": {"name": "weather"}}]

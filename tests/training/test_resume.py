@@ -1,4 +1,4 @@
-"""Runs that go on: after a real kill, with the settings they were begun with; and what a refused one leaves behind."""
+"""Resuming runs: after a real kill, with unchanged or changed settings; refused runs leave nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fledge.training.targets import toy
 from fledge.training.trainer import train
 from tests.cli.test_errors import fledge
 
-# Killed as if by kill -9, in the middle of writing its second checkpoint.
+# Kills itself with SIGKILL while it writes its second checkpoint.
 KILLED = """
 import os, signal, sys, torch
 torch.set_num_threads(1)
@@ -83,7 +83,7 @@ def make_recipe(toy_folder: Path, output: Path, **sections: dict) -> Recipe:
 
 @pytest.fixture(scope="module")
 def finished(toy_folder, tmp_path_factory) -> Recipe:
-    """Of a run that nothing happened to."""
+    """The recipe of a run that was not interrupted."""
     recipe = make_recipe(toy_folder, tmp_path_factory.mktemp("finished"))
     train(recipe)
     return recipe
@@ -97,7 +97,7 @@ def weights(output: str | Path, step: int = 6) -> dict[str, torch.Tensor]:
     return torch.load(Path(output) / "checkpoints" / f"step-{step:08d}.pt", weights_only=True)["drafter"]
 
 
-def test_a_killed_run_goes_on_exactly(finished, tmp_path):
+def test_killed_run_resumes_exactly(finished, tmp_path):
     killed = replace(finished, output=str(tmp_path / "run"))
     path = tmp_path / "recipe.yaml"
     path.write_text(killed.to_yaml())
@@ -134,24 +134,24 @@ def test_a_killed_run_goes_on_exactly(finished, tmp_path):
     ],
     ids=str,
 )
-def test_a_run_with_other_settings_is_not_gone_on_with(finished, toy_folder, change, message):
+def test_resume_refuses_other_settings(finished, toy_folder, change, message):
     before = (Path(finished.output) / "recipe.yaml").read_text()
     with pytest.raises(UserError, match=message):
         train(make_recipe(toy_folder, finished.output, **change))
     assert (Path(finished.output) / "recipe.yaml").read_text() == before
 
 
-def test_another_target_is_not_gone_on_with(finished, toy_folder, tmp_path):
+def test_resume_refuses_another_target(finished, toy_folder, tmp_path):
     other = tmp_path / "target"
     other.symlink_to(toy_folder / "target")
     with pytest.raises(UserError, match=r"target\.model was"):
         train(make_recipe(toy_folder, finished.output, target={"model": str(other)}))
 
 
-def test_what_may_change():
+def test_settings_that_may_change():
     recipe = build_recipe({"output": "a", "target": {"model": "a/toy"}, "data": {"train": ["x"]}, "run": {"steps": 1}})
     before = recipe.to_dict()
-    del before["drafter"]["qk_norm"]  # a setting that an earlier version did not know
+    del before["drafter"]["qk_norm"]  # a setting that an earlier version did not have
     moved = replace(
         recipe,
         output="b",
@@ -175,7 +175,7 @@ def copy_of_checkpoint(finished: Recipe, output: Path) -> Path:
     return target
 
 
-def test_a_run_goes_on_longer_and_says_what_is_new(finished, toy_folder, tmp_path, capfd):
+def test_longer_run_logs_changed_settings(finished, toy_folder, tmp_path, capfd):
     copy_of_checkpoint(finished, tmp_path)
     longer = make_recipe(
         toy_folder, tmp_path, run={"steps": 7}, evaluation={"max_new_tokens": 5}, optimizer={"learning_rate": 1e-4}
@@ -185,7 +185,7 @@ def test_a_run_goes_on_longer_and_says_what_is_new(finished, toy_folder, tmp_pat
 
 
 def test_other_data_of_the_same_size_is_refused(finished, toy_folder, tmp_path):
-    """Without a draft vocabulary, which has a hash of its own."""
+    """Without a draft vocabulary, which has its own hash of the data."""
     copy_of_checkpoint(finished, tmp_path)
     lines = [json.loads(line) for line in (toy_folder / "answers.jsonl").read_text().splitlines()]
     for line in lines:
@@ -205,7 +205,7 @@ def test_other_data_of_the_same_size_is_refused(finished, toy_folder, tmp_path):
     ],
     ids=["no data", "too little data", "no drafter", "another drafter"],
 )
-def test_a_refused_run_leaves_nothing(finished, toy_folder, tmp_path, monkeypatch, change, message):
+def test_refused_run_leaves_no_files(finished, toy_folder, tmp_path, monkeypatch, change, message):
     monkeypatch.chdir(finished.output)
     Path("empty.jsonl").write_text("\n")
     with pytest.raises(UserError, match=message):
@@ -214,8 +214,8 @@ def test_a_refused_run_leaves_nothing(finished, toy_folder, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("where", ["checkpoints/step-00000006.pt", "checkpoints", "."])
-def test_a_checkpoint_becomes_a_drafter(finished, tmp_path, monkeypatch, capsys, where):
-    """By `fledge export`: a file, the newest of checkpoints/, or of a run the best, which need not be the newest."""
+def test_export_of_a_checkpoint(finished, tmp_path, monkeypatch, capsys, where):
+    """`fledge export` takes a checkpoint file, checkpoints/ (the newest) or the run (the best, not always the newest)."""
     run = tmp_path / "run"
     shutil.copytree(finished.output, run)
     record = json.loads((run / "best" / "provenance.json").read_text())
@@ -231,7 +231,7 @@ def test_a_checkpoint_becomes_a_drafter(finished, tmp_path, monkeypatch, capsys,
     assert (record["step"], record["recipe"]["seed"]) == (3 if where == "." else 6, 0)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
+def test_non_checkpoint_is_refused(tmp_path):
     torch.save({"weights": 1}, tmp_path / "other.pt")
     with pytest.raises(UserError, match="not a checkpoint of fledge train"):
         export_checkpoint(tmp_path / "other.pt", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Target states over packed documents: those of each document alone, from our decoder and from transformers."""
+"""Target states of packed documents equal those of each document alone, from our decoder and from transformers."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_packed_documents_do_not_see_each_other(architecture, windows):
                 torch.testing.assert_close(ours[flat], theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_stacked_experts_are_read_by_the_grouped_kernel(monkeypatch):
-    """On a GPU; here its reference stands for it."""
+def test_stacked_experts_use_the_grouped_kernel(monkeypatch):
+    """The GPU path, with the reference in place of the kernel."""
     decoder, calls = tiny_decoder(architecture="Qwen3MoeForCausalLM"), []
     wanted = DecoderTarget(decoder, TAPS).states(packed())
     stack_experts(decoder, torch.float32)
@@ -74,7 +74,7 @@ def test_stacked_experts_are_read_by_the_grouped_kernel(monkeypatch):
     monkeypatch.setattr(base, "use_triton", lambda x: True)
     monkeypatch.setattr(base, "experts_triton", grouped)
     found = DecoderTarget(decoder, TAPS).states(packed())
-    assert len(calls) == 3  # layers with experts
+    assert len(calls) == 3  # three layers have experts
     torch.testing.assert_close(found.hidden_ND, wanted.hidden_ND, rtol=1e-3, atol=1e-3)
 
 
@@ -95,14 +95,14 @@ def test_transformers_gives_the_same_states(model):
     torch.testing.assert_close(ours.head(a.hidden_ND[real]), theirs.head(b.hidden_ND[real]), rtol=1e-2, atol=1e-2)
 
 
-def test_layers_that_are_not_there_are_refused(model):
+def test_missing_layers_are_refused(model):
     with pytest.raises(ModelError, match="cannot be tapped after"):
         DecoderTarget(tiny_decoder(), (1, 2, 5))
     with pytest.raises(ModelError, match="0…3, not"):
         TransformersTarget(model, (1, 2, 4))
 
 
-def test_a_head_that_is_more_than_a_product_is_refused(model, monkeypatch):
+def test_head_that_is_not_a_plain_linear_is_refused(model, monkeypatch):
     class Doubling(torch.nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)

@@ -1,4 +1,4 @@
-"""Whole runs on a toy target: they learn, resume exactly, stop where they must."""
+"""Whole runs on a toy target: they learn, resume exactly and stop at their limits."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def recipe(toy_folder, tmp_path) -> Recipe:
     ids=["mla 3.1", "mla 3", "qk_norm"],
 )
 def test_other_attention_is_trained_by_recipe(recipe, drafter):
-    """Down to files that the strict reader takes, in a few steps."""
+    """A few steps; the strict reader accepts the saved files."""
     settings = {**recipe.to_dict(), "drafter": {**recipe.to_dict()["drafter"], **drafter}}
     result = train(build_recipe(settings))
     loaded = load_drafter(result.best_folder, load_config(recipe.target.model))
@@ -99,12 +99,12 @@ def interrupt_at(monkeypatch, step: int, how) -> None:
 
 
 def test_the_tiny_recipe_learns(tmp_path):
-    """From chance (1.0) to about three tokens a step, in a third of the recipe's steps."""
+    """Acceptance length rises from 1.0 to about 3 in a third of the recipe's steps."""
     path = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
     result = train(load_recipe(path, [f"output={tmp_path / 'tiny'}", "run.steps=130", "run.evaluate_every=65"]))
     first, *_, last = (e["acceptance_length"][5] for e in result.evaluations)
     assert first < 1.2
-    assert last > 2.7  # 2.97, standard error about 0.3
+    assert last > 2.7  # measured: 2.97, standard error about 0.3
     assert result.best_acceptance_length == pytest.approx(max(first, last, result.best_acceptance_length))
     drafter = load_drafter(result.best_folder, load_config(tmp_path / "tiny" / "toy" / "target"))
     assert drafter.config.version == "3.1"
@@ -116,7 +116,7 @@ def test_the_tiny_recipe_learns(tmp_path):
 
 
 def test_resuming_is_exact(recipe, tmp_path, monkeypatch):
-    """Interrupted by Ctrl-C and then killed without warning, the run gives the same losses and weights, bit by bit."""
+    """A run interrupted by Ctrl-C and then by an error gives bit-identical losses and weights."""
     train(recipe)
     broken = replace(recipe, output=str(tmp_path / "broken"))
     with monkeypatch.context() as patch:
@@ -192,8 +192,8 @@ def test_a_time_budget_ends_the_run_and_its_schedule(recipe):
     assert rates[-1] < 0.5 * max(rates)
 
 
-def test_time_before_the_first_step_is_spent_and_the_learning_rate_still_rises_slowly(recipe, monkeypatch):
-    """Loading and compiling took most of the time: the rate must not begin in the middle of its course."""
+def test_slow_start_keeps_the_learning_rate_warm_up(recipe, monkeypatch):
+    """When loading and compiling take most of the time, the schedule must still start with the warm-up."""
     original, slow = Trainer._train_step, iter([2.5])
 
     def compiles(self, *args, **kwargs):
@@ -211,7 +211,7 @@ def test_time_before_the_first_step_is_spent_and_the_learning_rate_still_rises_s
     assert rates[-1] < 0.5 * max(rates)
 
 
-def test_a_run_whose_time_is_over_makes_one_step(recipe):
+def test_run_without_time_left_makes_one_step(recipe):
     recipe = replace(recipe, run=replace(recipe.run, steps=None, max_seconds=1.0))
     assert train(recipe, began=time.perf_counter() - 100.0).step == 1
 
@@ -225,7 +225,7 @@ def test_patience_ends_a_run_that_does_not_improve(recipe):
     assert train(recipe).step == 6
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_says_where(recipe, monkeypatch):
+def test_non_finite_loss_stops_the_run_and_names_the_step(recipe, monkeypatch):
     def poison(self, *args, **kwargs):
         if self.step == 4:
             with torch.no_grad():
@@ -258,7 +258,7 @@ def test_compiler_failures_fall_back_to_eager(recipe, monkeypatch, capfd):
 
 
 def test_states_on_disk_train_alike(recipe, tmp_path):
-    """The target runs once; the second epoch, packed anew, finds every document."""
+    """The target runs once; the second epoch, packed differently, finds the states of every document."""
     run = replace(recipe.run, steps=None, epochs=1.5)
     online = replace(recipe, run=run, data=replace(recipe.data, limit=80))
     offline = replace(online, output=str(tmp_path / "offline"), run=replace(run, hidden_states="offline"))
@@ -297,7 +297,7 @@ def test_another_draft_vocabulary_is_not_resumed(recipe, tmp_path):
         train(replace(recipe, data=replace(recipe.data, vocabulary=str(tmp_path / "other"))))
 
 
-def test_a_draft_vocabulary_serves_other_data(recipe, tmp_path, capfd):
+def test_draft_vocabulary_can_be_reused_for_other_data(recipe, tmp_path, capfd):
     train(replace(recipe, run=replace(recipe.run, steps=1)))
     lines = Path(recipe.data.train[0]).read_text().splitlines()
     (tmp_path / "other.jsonl").write_text("\n".join(lines[:60]))
@@ -309,7 +309,7 @@ def test_a_draft_vocabulary_serves_other_data(recipe, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "Gemma3ForCausalLM", "Phi3ForCausalLM"])
-def test_other_families_are_trained_for(recipe, tmp_path, family):
+def test_training_for_other_families(recipe, tmp_path, family):
     decoder = tiny_decoder(architecture=family, vocab_size=len(toy.WORDS), eos_token_ids=(toy.END,))
     folder = save_decoder(decoder, tmp_path / "target")
     toy.save_tokenizer(folder)
@@ -322,8 +322,8 @@ def test_other_families_are_trained_for(recipe, tmp_path, family):
     assert provenance["recipe"]["target"]["backend"] == "fledge"
 
 
-def test_a_target_of_transformers_is_trained_for(recipe, tmp_path):
-    """An architecture that shares no weight names with ours: learned positions, its own norms."""
+def test_training_for_a_transformers_target(recipe, tmp_path):
+    """An architecture with no weight names in common with ours, learned positions and other norms."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     folder = tmp_path / "gpt2"
@@ -344,8 +344,8 @@ def test_a_target_of_transformers_is_trained_for(recipe, tmp_path):
         train(sharded)
 
 
-def test_what_is_held_out_is_told(recipe):
-    """How many conversations go with the prompts, how many prompts are too long, and what the draft vocabulary misses."""
+def test_held_out_data_is_logged(recipe):
+    """The log counts conversations of held-out prompts and too long prompts, and states draft-vocabulary coverage."""
     recipe = replace(
         recipe,
         data=replace(recipe.data, held_out_samples=30),
@@ -377,7 +377,7 @@ def test_what_is_held_out_is_told(recipe):
         ("run", {"device": "cuda"}, "no CUDA device"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(recipe, section, change, message):
+def test_untrainable_recipes_are_refused(recipe, section, change, message):
     if section == "run" and torch.cuda.is_available():
         change, message = {"device": "cuda:99"}, "CUDA"
     changed = replace(recipe, **{section: replace(getattr(recipe, section), **change)})

@@ -1,4 +1,4 @@
-"""The unroll against a dense mask over all steps' keys, which is what it must equal; and which rows are scored."""
+"""The unroll must equal attention with a dense mask over the keys of all steps; also which rows are scored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def packed_inputs(num_taps: int = 3, size: int = 32):
 
 
 def dense_unroll(drafter, taps, tokens, positions, steps):
-    """The quadratic mask of the papers: one sequence of all steps' keys, an explicit mask, one softmax."""
+    """The reference from the papers: one sequence of all steps' keys, an explicit quadratic mask, one softmax."""
     start, (rows, length), window = document_starts(DOCUMENT), tokens.shape, drafter.config.window
     keys, hidden, state = {}, [], drafter.fuse(taps)
     t = torch.arange(length)
@@ -98,7 +98,7 @@ def test_merge_passes_gradcheck():
     assert torch.autograd.gradcheck(merge_own, inputs)
 
 
-def test_a_row_never_feels_another_document_or_the_future():
+def test_rows_are_independent_of_other_documents_and_later_rows():
     drafter = tiny_drafter(tiny_drafter_config(own_embedding=True, norm_output=True))
     tokens, positions, taps = packed_inputs()
     drafter.rotary.reserve(64)
@@ -118,7 +118,7 @@ def test_a_row_never_feels_another_document_or_the_future():
 @pytest.mark.parametrize("length", [1024, 1000, 130, 5])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_block_masks_say_the_same_as_dense_masks(window, ahead, length):
+def test_block_masks_equal_dense_masks(window, ahead, length):
     document = torch.ones(2, length, dtype=torch.long)
     document[0, length // 10 :], document[0, length // 2 :], document[0, length - 24 :] = 2, 3, 0
     start = document_starts(document)
@@ -127,7 +127,7 @@ def test_block_masks_say_the_same_as_dense_masks(window, ahead, length):
     count = -(-length // 128)
 
     def in_blocks(beyond: bool) -> torch.Tensor:
-        """`beyond`: what stands where there are no rows any more."""
+        """The dense mask in blocks of 128. `beyond`: the value for padding after the last row."""
         padded = torch.full((2, 1, count * 128, count * 128), beyond)
         padded[:, :, :length, :length] = dense
         return padded.view(2, 1, count, 128, count, 128).permute(0, 1, 2, 4, 3, 5).flatten(-2)
@@ -151,7 +151,7 @@ def test_block_masks_say_the_same_as_dense_masks(window, ahead, length):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("length", [256, 200, 77])
-def test_flex_attention_equals_the_plain_maths(length):
+def test_flex_attention_equals_dense_attention(length):
     torch.manual_seed(0)
     document = torch.ones(2, length, dtype=torch.long)
     document[0, length // 3 :] = 2
@@ -170,7 +170,7 @@ def test_which_rows_are_scored():
     document = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 2, 0, 0]])
     loss = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0]])
     batch = TrainBatch.plan(torch.zeros_like(loss), torch.zeros_like(loss), document, loss, steps=3, multiple=8)
-    assert batch.scored_R.tolist() == [2, 3, 5, 6, 0, 0, 0, 0]  # x_5 opens a document: nothing predicts it
+    assert batch.scored_R.tolist() == [2, 3, 5, 6, 0, 0, 0, 0]  # x_5 starts a document: no row predicts it
     # Step j scores row s−1−j: s=2 has rows 1, 0; s=3 has 2, 1, 0; s=5 none; s=6 has row 5.
     assert batch.valid_KR[:, :4].tolist() == [[1, 1, 0, 1], [1, 1, 0, 0], [0, 1, 0, 0]]
     assert not batch.valid_KR[:, 4:].any()
@@ -185,7 +185,7 @@ def test_a_batch_without_loss_still_has_a_full_chunk():
 
 
 def test_positions_whose_token_is_outside_the_draft_vocabulary_carry_no_loss():
-    """Nor do they count in the average; they are counted apart, as misses for the accuracy."""
+    """They are left out of the average and counted separately, as misses in the accuracy."""
     tokens, positions, _ = packed_inputs()
     loss = DOCUMENT > 0
     inside = torch.arange(128) % 3 > 0

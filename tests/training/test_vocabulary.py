@@ -1,4 +1,4 @@
-"""The draft vocabulary: counted from answers, mapped both ways, saved with where it comes from."""
+"""The draft vocabulary: counted from answers, mapped both ways, saved with its provenance."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def samples_with(answers: list[int], prompt: tuple[int, ...] = (90, 91, 92)) -> 
 ANSWERS = samples_with([50] * 5 + [10] * 4 + [70] * 3 + [30] * 2 + [SPECIAL])
 
 
-def test_most_frequent_answer_tokens_and_special_ones():
+def test_has_most_frequent_answer_tokens_and_special_tokens():
     vocabulary = DraftVocabulary.count(ANSWERS, 4, vocab_size=100, always=[SPECIAL, 3])
-    assert vocabulary.token_ids.tolist() == [SPECIAL, 10, 50, 70]  # 30 gives way; 3 does not occur; no prompt tokens
+    assert vocabulary.token_ids.tolist() == [SPECIAL, 10, 50, 70]  # 30 is displaced; 3 does not occur; no prompt tokens
     assert vocabulary.token_ids.dtype == np.int64
     assert vocabulary.coverage == pytest.approx(13 / 15)
     assert DraftVocabulary.count(ANSWERS, 4, vocab_size=100).token_ids.tolist() == [10, 30, 50, 70]
@@ -65,14 +65,14 @@ def test_saved_and_loaded(tmp_path):
     ("asked", "name"),
     [({"data_hash": "new"}, "training data"), ({"tokenizer_hash": "new"}, "tokenizer"), ({"vocab_size": 99}, "size")],
 )
-def test_refuses_what_it_was_not_counted_from(asked, name):
+def test_other_data_tokenizer_or_size_is_refused(asked, name):
     vocabulary = DraftVocabulary.count(ANSWERS, 4, 100, data_hash="data", tokenizer_hash="tokens")
     vocabulary.check(data_hash="data", tokenizer_hash="tokens", vocab_size=100)
     with pytest.raises(DataError, match=name):
         vocabulary.check(**asked)
 
 
-def test_used_for_other_data_it_says_so():
+def test_reuse_for_other_data_is_recorded():
     vocabulary = DraftVocabulary.count(ANSWERS, 2, 100, data_hash="data", tokenizer_hash="tokens")
     other = vocabulary.for_data(samples_with([50, 10, 11, 12]), "other")
     assert other.token_ids.tolist() == vocabulary.token_ids.tolist()

@@ -1,4 +1,4 @@
-"""Worker processes: the same answers as without them, and every way in which a run can end early."""
+"""Worker processes: same answers as without them; runs that end early by time limit, interrupt, kill or error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def interrupt() -> None:
 
 
 class StreamGenerator:
-    """Reads prompts as they come, a few at a time, and answers by the prompt and its seed alone."""
+    """Takes a few prompts at a time from the iterator. An answer depends only on the prompt and its seed."""
 
     concurrency, max_model_len = 5, 400
 
@@ -64,20 +64,20 @@ class StreamGenerator:
         return [*self.tokenizer.encode(text, add_special_tokens=False)[: max_tokens - 1], stop_ids[0]]
 
 
-class Crooked(Tokenizer):
-    """Answers that speak of mischief cannot be turned into text."""
+class FailingTokenizer(Tokenizer):
+    """A tokenizer that raises or exits when it decodes answers that say so."""
 
     def decode(self, ids, skip_special_tokens=True):
         text = super().decode(ids, skip_special_tokens)
         if skip_special_tokens and "You said: raise" in text:
-            raise RuntimeError("it cannot be said")
+            raise RuntimeError("cannot be decoded")
         if skip_special_tokens and "You said: die" in text:
             os._exit(7)
         return text
 
 
-def crooked() -> Tokenizer:
-    made = Crooked.__new__(Crooked)
+def failing_tokenizer() -> Tokenizer:
+    made = FailingTokenizer.__new__(FailingTokenizer)
     made.__dict__ = chat_tokenizer().__dict__
     return made
 
@@ -106,7 +106,7 @@ def run(out: Path, generator=StreamGenerator, tokenizer=None, **options):
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_when_the_time_is_over_no_prompt_is_begun(processes, tmp_path, monkeypatch):
+def test_no_prompt_starts_after_the_time_limit(processes, tmp_path, monkeypatch):
     write_prompts(tmp_path / "p.jsonl")
     asked = itertools.count()
     monkeypatch.setattr(regeneration._Run, "_is_late", property(lambda _: next(asked) >= 20))
@@ -120,7 +120,7 @@ def test_when_the_time_is_over_no_prompt_is_begun(processes, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_answers_that_take_too_long_are_dropped_and_conversations_end_where_they_are(processes, tmp_path, monkeypatch):
+def test_unfinished_answers_are_dropped_at_the_time_limit(processes, tmp_path, monkeypatch):
     write_prompts(tmp_path / "p.jsonl")
     clock = itertools.count()
 
@@ -141,7 +141,7 @@ def test_answers_that_take_too_long_are_dropped_and_conversations_end_where_they
     assert records(tmp_path / "some.jsonl").keys() == records(tmp_path / "all.jsonl").keys()
 
 
-def test_no_answer_is_waited_for_long_after_the_time(tmp_path):
+def test_run_ends_soon_after_the_time_limit(tmp_path):
     class Slow(StreamGenerator):
         def answer(self, *args):
             time.sleep(0.05)
@@ -150,11 +150,11 @@ def test_no_answer_is_waited_for_long_after_the_time(tmp_path):
     write_prompts(tmp_path / "p.jsonl")
     began = time.monotonic()
     report = run(tmp_path / "o.jsonl", Slow, processes=0, max_seconds=0.2)
-    assert time.monotonic() - began < 2.0  # all of them take 5 s
+    assert time.monotonic() - began < 2.0  # all answers would take 5 s
     assert report.answers < 20
 
 
-def test_processes_change_nothing_but_who_works(tmp_path):
+def test_worker_processes_give_the_same_answers(tmp_path):
     write_prompts(tmp_path / "p.jsonl")
     report = run(tmp_path / "beside.jsonl", processes=2, self_prompted=9)
     alone = run(tmp_path / "alone.jsonl", processes=0, self_prompted=9)
@@ -170,22 +170,22 @@ def test_processes_change_nothing_but_who_works(tmp_path):
     assert counts[0] == counts[1]
 
 
-def test_an_interrupted_run_keeps_every_answer_and_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(conversations, "MAX_SETTLING", 2)  # the generator is faster: it must wait, not forget
+def test_interrupted_run_keeps_every_answer_and_resumes(tmp_path, monkeypatch):
+    monkeypatch.setattr(conversations, "MAX_SETTLING", 2)  # the faster generator must wait without losing answers
     write_prompts(tmp_path / "p.jsonl")
     out = tmp_path / "o.jsonl"
     stopped = StreamGenerator(chat_tokenizer(), stop_after=50)
     with pytest.raises(KeyboardInterrupt):
         run(out, stopped, processes=1)
     begun = records(out)
-    # 50 answers make at least so many whole conversations: none has more than three turns.
+    # 50 answers complete at least 16 conversations: none has more than three turns.
     assert 16 <= len(begun) < 59
     run(out, processes=0)
     run(tmp_path / "whole.jsonl", processes=0)
     assert records(out) == records(tmp_path / "whole.jsonl")
 
 
-def test_a_killed_run_goes_on_and_leaves_no_worker_behind(tmp_path):
+def test_killed_run_resumes_and_leaves_no_worker(tmp_path):
     write_prompts(tmp_path / "p.jsonl")
     out = tmp_path / "o.jsonl"
     script = f"""
@@ -201,7 +201,7 @@ def test_a_killed_run_goes_on_and_leaves_no_worker_behind(tmp_path):
 
         run(Path({str(out)!r}), StreamGenerator(chat_tokenizer(), stop_after=60, stop=die), processes=1)
     """
-    # No main guard, on purpose. A worker that lives on holds standard error open, and this call would not come back.
+    # No main guard, on purpose. A worker that kept running would hold standard error open, and this call would not return.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     killed = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], stderr=subprocess.PIPE, env=environment, timeout=120, cwd=ROOT
@@ -216,25 +216,25 @@ def test_a_killed_run_goes_on_and_leaves_no_worker_behind(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("mischief", "message"),
-    [("raise", "a worker process failed: RuntimeError: it cannot be said"), ("die", "exit status 7")],
+    ("failure", "message"),
+    [("raise", "a worker process failed: RuntimeError: cannot be decoded"), ("die", "exit status 7")],
 )
-def test_a_worker_that_fails_is_told_in_one_line(tmp_path, mischief, message):
-    write_prompts(tmp_path / "p.jsonl", last=mischief)
-    tokenizer = crooked()
+def test_worker_error_is_reported_in_one_line(tmp_path, failure, message):
+    write_prompts(tmp_path / "p.jsonl", last=failure)
+    tokenizer = failing_tokenizer()
     with pytest.raises(WorkerError, match=message) as told:
         run(tmp_path / "o.jsonl", StreamGenerator(tokenizer), tokenizer, processes=1)
     assert "\n" not in str(told.value)
 
 
-def test_a_worker_that_cannot_even_begin(tmp_path, monkeypatch):
+def test_worker_that_cannot_start_is_reported(tmp_path, monkeypatch):
     write_prompts(tmp_path / "p.jsonl")
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(WorkerError, match="exit status 1"):
         run(tmp_path / "o.jsonl", processes=2)
 
 
-def test_workers_come_with_the_amount_of_work():
+def test_workers_start_only_for_enough_work():
     work = HostWork(chat_tokenizer(), 1000)
     assert isinstance(find_workers(work, 999, 2048, None), Here)
     assert isinstance(find_workers(work, 100_000, 64, None), Here)
@@ -244,7 +244,7 @@ def test_workers_come_with_the_amount_of_work():
     many.close()
 
 
-def test_refusals_come_back_from_workers(tmp_path):
+def test_refusals_are_returned_from_workers(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "Hi", "system": "S"}\n{"prompt": "Hi"}\n')
     report = run(tmp_path / "o.jsonl", tokenizer=chat_tokenizer(INSTRUCT), processes=1)
     assert (report.refused, report.conversations) == (1, 1)
