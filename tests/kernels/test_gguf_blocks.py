@@ -19,7 +19,7 @@ HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_K": (0, 2), "Q5_
 
 
 def random_blocks(format: str, outputs: int, inputs: int) -> Blocks:
-    entry, rng = FORMATS[format], np.random.default_rng()
+    entry, rng = FORMATS[format], np.random.default_rng(np.random.randint(1 << 31))
     if format in PLAIN:
         weight = torch.randn(outputs, inputs).to(getattr(torch, PLAIN[format]))
         return Blocks(format, inputs, weight.view(torch.uint8).numpy().reshape(outputs, -1))
