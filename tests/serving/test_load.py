@@ -81,7 +81,8 @@ async def one_request(client: httpx.AsyncClient, chance: random.Random, seen: Co
             lines = [line async for line in response.aiter_lines() if line]
         assert lines, f"{response.status_code}, an empty stream"
         assert lines[-1] == "data: [DONE]", f"{response.status_code}, ends with {lines[-1]}"
-        assert not any('"error"' in line for line in lines), lines
+        errors = [line for line in lines if '"error"' in line]
+        assert not errors, f"{errors}, {body}"
         seen[f"stream {response.status_code}"] += 1
 
 

@@ -139,3 +139,15 @@ def test_an_invalid_schema_is_refused(compiler: GrammarCompiler, schema: dict) -
 def test_a_huge_schema_is_refused(compiler: GrammarCompiler) -> None:
     with pytest.raises(RequestError, match="characters"):
         compiler.json_schema({"enum": ["x" * (64 << 10)]})
+
+
+def test_a_single_slow_mask_ends_no_answer(compiler, monkeypatch):
+    """It may be a garbage collection on this thread. A grammar whose masks are slow has a second one."""
+    seconds = iter([1.0, 0.0, 0.0, 1.0])
+    processor = compiler.processor(compiler.json_object())
+    monkeypatch.setattr(processor, "_mask_after", lambda tokens: (False, next(seconds)))
+    failures = []
+    for _ in range(4):
+        processor._fill_bitmask([])
+        failures.append(processor.failure is not None)
+    assert failures == [False, False, False, True]

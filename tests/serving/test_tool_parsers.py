@@ -150,6 +150,16 @@ def test_a_truncated_call_is_content_unless_its_name_is_known(text: str) -> None
     assert streamed["content"] == ("" if '"f"' in text else text)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_text_after_llama_calls_is_dropped_to_the_end(seed: int) -> None:
+    """Also what looks like a call, wherever the text is split."""
+    call = '{"name": "f", "arguments": {}}'
+    message, _ = parsed(MessageParser(tools=TOOL_PARSERS["llama4_json"]()), pieces(f"{call} and {call}", seed))
+    assert len(message["tool_calls"]) == 1
+    message, _ = parsed(MessageParser(tools=TOOL_PARSERS["llama4_json"]()), [f"{call} and ", call])
+    assert len(message["tool_calls"]) == 1
+
+
 def test_one_call_at_most_when_parallel_calls_are_off() -> None:
     text = f"<tool_call>{as_json(*WEATHER)}</tool_call><tool_call>{as_json(*CLOCK)}</tool_call>"
     message, streamed = parsed(MessageParser(tools=TOOL_PARSERS["hermes"](), parallel=False), pieces(text, 2))

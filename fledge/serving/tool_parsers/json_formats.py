@@ -65,6 +65,7 @@ class Llama3JsonParser(ToolParser):
         self.taken = ""  # the text before a possible call, which is content if it is none
         self.call: JsonCall | None = None
         self.is_content = False
+        self.is_over = False  # other text has followed the calls: it is dropped, and so is all after it
 
     def push(self, text: str) -> list[ToolEvent]:
         self.buffer += text
@@ -72,6 +73,8 @@ class Llama3JsonParser(ToolParser):
         while self.buffer:
             if self.is_content:
                 events.append(Content(self.buffer))
+                self.buffer = ""
+            elif self.is_over:
                 self.buffer = ""
             elif self.call is None:
                 if not self._begin():
@@ -92,7 +95,7 @@ class Llama3JsonParser(ToolParser):
             self.taken = self.buffer[: len(self.buffer) - len(rest)]
             self.buffer, self.call = rest, JsonCall()
         elif self.num_calls:
-            self.buffer = ""  # text after the calls is dropped
+            self.is_over = True
         else:
             self.is_content = True
         return True
