@@ -88,9 +88,8 @@ class ModelConfig:
         try:
             num_heads, hidden_size = whole_number(config, "num_attention_heads"), whole_number(config, "hidden_size")
             num_layers = whole_number(config, "num_hidden_layers")
-            if (
-                not num_heads >= 1 or not 1 <= num_layers <= LARGEST["num_layers"]
-            ):  # checked before lists of this length are made
+            # Checked here, before lists of this length are made.
+            if not num_heads >= 1 or not 1 <= num_layers <= LARGEST["num_layers"]:
                 raise ModelError(f"{name}: {num_layers} layers of {num_heads} heads are not a model")
             fields: dict[str, Any] = {
                 "head_dim": whole_number(config, "head_dim", hidden_size // num_heads),
